@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "core/tensor.h"
+
+namespace surogate {
+
+/// Packed segments: segment s owns rows [cu_seqlens[s], cu_seqlens[s + 1]). Host memory, so that a back-end can plan its work.
+struct Segments {
+    const std::int32_t* cu_seqlens = nullptr;  // [count + 1]
+    std::int64_t count = 0;
+};
+
+/// Where the keys and values of the sequences of one decode call lie: blocks of `block_size` positions of one layer's cache.
+struct PagedCache {
+    Tensor keys;                               // [blocks * block_size, K * D]
+    Tensor values;                             // [blocks * block_size, K * D]
+    std::int64_t block_size = 0;
+    const std::int32_t* block_tables = nullptr;  // [sequences, max_blocks], host
+    std::int64_t max_blocks = 0;
+    const std::int32_t* lengths = nullptr;  // [sequences]: positions of each, the query's own last row included
+};
+
+struct AttentionShape {
+    std::int64_t heads, kv_heads, head_dim;
+    float scale;
+    std::int64_t window;  // 0: the whole segment
+};
+
+struct AdamWOptions {
+    float learning_rate, beta1, beta2, epsilon, weight_decay;
+    std::int64_t step;        // from 1, for the bias correction
+    float gradient_scale;     // clipping, multiplied in on the fly
+};
+
+/// The whole vocabulary of operations; the only thing that knows a device. T tokens, H heads, K kv-heads, D head size, C hidden, F ffn,
+/// V vocabulary, r adapter rank. Outputs come first. A gradient is prefixed `d`; "+=" marks what accumulates.
+/// Reductions have a fixed order: same inputs give same bits, whatever the number of threads.
+class Backend {
+   public:
+    virtual ~Backend() = default;
+
+    virtual Device device() const = 0;
+    virtual void* allocate(std::size_t bytes) = 0;  // aligned to 64 bytes, zeroed
+    virtual void release(void* data) noexcept = 0;
+    virtual void upload(const Tensor& out, const void* host) = 0;    // dense host rows into a view
+    virtual void download(void* host, const Tensor& in) = 0;         // a view into dense host rows
+    virtual void copy(const Tensor& out, const Tensor& in) = 0;
+    virtual void fill(const Tensor& out, float value) = 0;
+
+    // Linear algebra. Weights lie as in Hugging Face files, [N, K]: y = x W^T.
+    /// y [T,N] = alpha * x [T,K] w[N,K]^T + beta * y (+ bias [N], may be empty)
+    virtual void linear_forward(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) = 0;
+    /// dx [T,K] = alpha * dy [T,N] w[N,K] + beta * dx
+    virtual void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) = 0;
+    /// dw [N,K] += alpha * dy [T,N]^T x [T,K]
+    virtual void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) = 0;
+    /// db [N] += column sums of dy [T,N]
+    virtual void bias_backward(const Tensor& db, const Tensor& dy) = 0;
+
+    // Embedding. ids [T] int32.
+    virtual void embedding_forward(const Tensor& out, const Tensor& table, const Tensor& ids) = 0;
+    virtual void embedding_backward(const Tensor& dtable, const Tensor& dout, const Tensor& ids) = 0;  // +=, in order of T
+
+    // RMSNorm over the C columns; rstd [T] is kept for backward.
+    virtual void rmsnorm_forward(const Tensor& y, const Tensor& rstd, const Tensor& x, const Tensor& weight, float eps) = 0;
+    /// sum [T,C] = x + residual, then y = rmsnorm(sum). `sum` may be `residual`.
+    virtual void add_rmsnorm_forward(const Tensor& sum, const Tensor& y, const Tensor& rstd, const Tensor& x, const Tensor& residual,
+                                     const Tensor& weight, float eps) = 0;
+    /// dx += ..., dweight += ... (dweight may be empty: frozen)
+    virtual void rmsnorm_backward(const Tensor& dx, const Tensor& dweight, const Tensor& dy, const Tensor& x, const Tensor& weight,
+                                  const Tensor& rstd) = 0;
+
+    // Rotation of q and k in place in qkv [T, (H+2K)*D], after an optional RMSNorm of each head (weights [D], empty: none).
+    // `raw_qk` [T, (H+K)*D] and `rstd` [T, H+K] keep what backward needs of the norm (empty without one). cos, sin [positions, D/2].
+    virtual void qk_norm_rope_forward(const Tensor& qkv, const Tensor& raw_qk, const Tensor& rstd, const Tensor& q_weight, const Tensor& k_weight,
+                                      const Tensor& cos, const Tensor& sin, const Tensor& positions, const AttentionShape& shape, float eps) = 0;
+    /// dqkv is turned in place from the gradient after to the one before; dq_weight, dk_weight [D] += (may be empty)
+    virtual void qk_norm_rope_backward(const Tensor& dqkv, const Tensor& dq_weight, const Tensor& dk_weight, const Tensor& raw_qk, const Tensor& rstd,
+                                       const Tensor& q_weight, const Tensor& k_weight, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                                       const AttentionShape& shape) = 0;
+
+    // Causal attention within segments. out [T, H*D], lse [T, H], qkv [T, (H+2K)*D].
+    virtual void attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const Segments& segments, const AttentionShape& shape) = 0;
+    virtual void attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
+                                    const Segments& segments, const AttentionShape& shape) = 0;
+
+    // y [T,F] = silu(gate) * up, gate_up [T, 2F]
+    virtual void swiglu_forward(const Tensor& y, const Tensor& gate_up) = 0;
+    virtual void swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) = 0;
+
+    // Rows picked by index [n] int32: what has a target enters the head.
+    virtual void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;
+    virtual void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;
+
+    // Head. logits [n, V]; ids >= valid_vocab count as -inf. logp, entropy, lse [n]; entropy may be empty.
+    virtual void logprob_forward(const Tensor& logp, const Tensor& entropy, const Tensor& lse, const Tensor& logits, const Tensor& targets,
+                                 float temperature, std::int64_t valid_vocab) = 0;
+    /// logits are replaced by their gradient, given dlogp and dentropy (may be empty) [n]
+    virtual void logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets, const Tensor& dlogp,
+                                  const Tensor& dentropy, float temperature, std::int64_t valid_vocab) = 0;
+
+    // Optimiser, over flat spans.
+    virtual double sum_of_squares(const Tensor& x) = 0;
+    virtual void adamw(const Tensor& weight, const Tensor& m, const Tensor& v, const Tensor& gradient, const AdamWOptions& options) = 0;
+
+    // Generation. A row's result never depends on the other rows of the call.
+    /// y [n,N] = alpha * x [n,K] w[N,K]^T + beta * y (+ bias), n small; each row has the same bits alone and among others
+    virtual void decode_linear(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) = 0;
+    /// writes the k and v columns of qkv [n, (H+2K)*D] to rows `slots` [n] (int32) of the cache
+    virtual void cache_write(const PagedCache& cache, const Tensor& qkv, const Tensor& slots, const AttentionShape& shape) = 0;
+    /// out [n, H*D]; query row i belongs to sequence i
+    virtual void paged_attention(const Tensor& out, const Tensor& qkv, const PagedCache& cache, const AttentionShape& shape) = 0;
+
+    virtual void synchronize() = 0;
+};
+
+struct CpuOptions {
+    int threads = 0;  // 0: one per core that this process may use
+};
+
+std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options);
+
+}  // namespace surogate

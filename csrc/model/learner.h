@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "model/parameters.h"
+#include "model/spec.h"
+
+namespace surogate {
+
+struct LearnerOptions {
+    std::int64_t max_tokens = 0;        // of one micro-batch; all activations are planned for it
+    std::int64_t head_rows = 256;       // rows of logits alive at once
+    bool trainable = true;              // false: forward only, no gradients and no optimiser (a reference model)
+    bool recompute = false;             // keep a block's input only, compute its activations again in backward
+    LoraOptions lora;
+    std::uint64_t seed = 0;             // of the fresh adapter's A
+    std::size_t memory_limit = 0;       // bytes; 0: what the device has free
+};
+
+/// A packed micro-batch, host memory. targets[t] is the token that position t predicts, negative where there is none.
+struct Batch {
+    const std::int32_t* tokens = nullptr;     // [T]
+    const std::int32_t* positions = nullptr;  // [T], within the segment
+    const std::int32_t* targets = nullptr;    // [T]
+    std::int64_t size = 0;                    // T
+    Segments segments;
+};
+
+enum class AdapterUse : std::uint8_t { Live, Initial, Off };
+
+struct PassOptions {
+    float temperature = 1.0f;
+    std::int64_t valid_vocab = 0;  // ids from here on count as -inf; 0: the whole vocabulary
+    bool entropy = false;
+    AdapterUse adapter = AdapterUse::Live;
+};
+
+struct TokenStats {
+    std::vector<float> logp;     // [T], 0 where there is no target
+    std::vector<float> entropy;  // [T] or empty; nats
+};
+
+struct StepOptions {
+    float learning_rate = 0.0f;
+    float max_grad_norm = 0.0f;  // 0: no clipping
+    float beta1 = 0.9f, beta2 = 0.999f, epsilon = 1e-8f, weight_decay = 0.0f;  // decay only on matrices, not on norms and biases
+};
+
+struct StepStats {
+    double grad_norm = 0.0;  // before clipping
+    bool applied = false;    // false: the norm was not finite, nothing but the gradients (now zero) changed
+    std::int64_t step = 0;   // updates applied so far
+};
+
+struct MemoryItem {
+    std::string name;
+    std::size_t bytes;
+};
+
+class Learner {
+   public:
+    Learner(std::shared_ptr<Backend> backend, ModelSpec spec, LearnerOptions options);
+    ~Learner();
+    Learner(const Learner&) = delete;
+    Learner& operator=(const Learner&) = delete;
+
+    /// What a learner with these options takes, part by part, without taking it.
+    static std::vector<MemoryItem> plan(const ModelSpec& spec, const LearnerOptions& options);
+
+    TokenStats score(const Batch& batch, const PassOptions& options);
+    TokenStats forward(const Batch& batch, const PassOptions& options);
+    /// dlogp, dentropy [T] (dentropy may be null): gradients of the loss; adds to the gradients and closes the pending pass
+    void backward(const float* dlogp, const float* dentropy);
+    TokenStats forward_backward(const Batch& batch, const PassOptions& options, const float* dlogp, const float* dentropy);
+    void discard_pending();  // closes the pending pass without a gradient
+
+    StepStats step(const StepOptions& options);
+    void zero_gradients();
+
+    /// Weights and adapters, "embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.lora_A", ...
+    const std::vector<NamedTensor>& tensors() const;
+    /// The same names, gradients (trainable ones only).
+    const std::vector<NamedTensor>& gradients() const;
+    /// "<name>.exp_avg", "<name>.exp_avg_sq"
+    const std::vector<NamedTensor>& optimizer_state() const;
+    std::int64_t update_count() const;
+    void set_update_count(std::int64_t count);
+    /// Takes the present adapter as the initial one (AdapterUse::Initial); until then a fresh one counts as off.
+    void snapshot_adapter();
+
+    const ModelSpec& spec() const;
+    const LearnerOptions& options() const;
+    const ModelWeights& weights() const;  // the sampler shares them
+    Backend& backend() const;
+    const std::vector<MemoryItem>& memory() const;
+
+   private:
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace surogate

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "model/spec.h"
+
+namespace surogate {
+
+/// The adapter beside one linear: y += scale * (x A^T) B^T.
+struct Adapter {
+    Tensor a;  // [r, in]
+    Tensor b;  // [out, r]
+    bool present() const { return !a.empty(); }
+};
+
+/// One block's weights. q, k and v lie in one buffer [(H+2K)*D, C], gate and up in one [2F, C], each a range of rows; adapters likewise:
+/// the A of q, k and v (those present) lie one below the other, so that x A^T is one product.
+struct BlockWeights {
+    Tensor input_norm;                       // [C]
+    Tensor qkv, qkv_bias;                    // [(H+2K)*D, C], [(H+2K)*D]
+    Tensor q_norm, k_norm;                   // [D]
+    Tensor o, o_bias;                        // [C, H*D], [C]
+    Tensor post_norm;                        // [C]
+    Tensor gate_up, gate_up_bias;            // [2F, C], [2F]
+    Tensor down, down_bias;                  // [C, F], [C]
+    Adapter q_lora, k_lora, v_lora, o_lora, gate_lora, up_lora, down_lora;
+};
+
+struct ModelWeights {
+    Tensor embedding;  // [V, C]
+    std::vector<BlockWeights> blocks;
+    Tensor final_norm;  // [C]
+    Tensor head;        // [V, C]; the embedding itself if tied
+    Adapter head_lora;
+};
+
+/// A tensor that Python can load and export by name: a view of a weight, of its gradient, or of optimiser state.
+struct NamedTensor {
+    std::string name;
+    Tensor tensor;
+    bool trainable = false;
+};
+
+}  // namespace surogate
