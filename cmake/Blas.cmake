@@ -1,0 +1,52 @@
+# Defines the target surogate_blas: OpenBLAS from the Python package scipy-openblas32 if it is there, else the system's BLAS.
+# SUROGATE_BLAS_DIRECTORY is where the library lies.
+add_library(surogate_blas INTERFACE)
+
+if(SUROGATE_PYTHON)
+    find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module)
+else()
+    find_package(Python COMPONENTS Interpreter QUIET)
+endif()
+set(SUROGATE_BLAS_DIRECTORY "")
+if(Python_EXECUTABLE)
+    execute_process(
+        COMMAND ${Python_EXECUTABLE} -c "import scipy_openblas32 as b; print(b.get_lib_dir())"
+        OUTPUT_VARIABLE SUROGATE_BLAS_DIRECTORY
+        OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+endif()
+
+if(SUROGATE_BLAS_DIRECTORY)
+    message(STATUS "BLAS: scipy-openblas32 in ${SUROGATE_BLAS_DIRECTORY}")
+    find_library(SUROGATE_OPENBLAS_LIBRARY scipy_openblas PATHS ${SUROGATE_BLAS_DIRECTORY} NO_DEFAULT_PATH REQUIRED)
+    target_link_libraries(surogate_blas INTERFACE ${SUROGATE_OPENBLAS_LIBRARY})
+    target_compile_definitions(surogate_blas INTERFACE SUROGATE_BLAS_OPENBLAS SUROGATE_BLAS_PREFIX=scipy_)
+else()
+    find_package(BLAS)
+    if(NOT BLAS_FOUND)
+        message(FATAL_ERROR "No BLAS: install the Python package scipy-openblas32 (pip install scipy-openblas32) or a system BLAS "
+                            "with the C interface (Debian: libopenblas-dev).")
+    endif()
+    message(STATUS "BLAS: ${BLAS_LIBRARIES}")
+    list(GET BLAS_LIBRARIES 0 first_library)
+    get_filename_component(SUROGATE_BLAS_DIRECTORY "${first_library}" DIRECTORY)
+    target_link_libraries(surogate_blas INTERFACE ${BLAS_LIBRARIES})
+    target_compile_definitions(surogate_blas INTERFACE SUROGATE_BLAS_PREFIX= "SUROGATE_BLAS_NAME=\"${first_library}\"")
+    include(CheckFunctionExists)
+    set(CMAKE_REQUIRED_LIBRARIES ${BLAS_LIBRARIES})
+    check_function_exists(cblas_sgemm SUROGATE_HAS_CBLAS)
+    if(NOT SUROGATE_HAS_CBLAS)
+        message(FATAL_ERROR "The BLAS in ${first_library} lacks the C interface (cblas_sgemm). Install scipy-openblas32 or libopenblas-dev.")
+    endif()
+    # Each of these has its own way to be put to one thread.
+    check_function_exists(openblas_set_num_threads SUROGATE_HAS_OPENBLAS)
+    check_function_exists(MKL_Set_Num_Threads SUROGATE_HAS_MKL)
+    check_function_exists(bli_thread_set_num_threads SUROGATE_HAS_BLIS)
+    unset(CMAKE_REQUIRED_LIBRARIES)
+    if(SUROGATE_HAS_OPENBLAS)
+        target_compile_definitions(surogate_blas INTERFACE SUROGATE_BLAS_OPENBLAS)
+    elseif(SUROGATE_HAS_MKL)
+        target_compile_definitions(surogate_blas INTERFACE SUROGATE_BLAS_MKL)
+    elseif(SUROGATE_HAS_BLIS)
+        target_compile_definitions(surogate_blas INTERFACE SUROGATE_BLAS_BLIS)
+    endif()
+endif()

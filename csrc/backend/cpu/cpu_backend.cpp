@@ -1,0 +1,88 @@
+#include "backend/cpu/cpu_backend.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "backend/cpu/checks.h"
+#include "backend/cpu/gemm.h"
+#include "core/memory.h"
+
+namespace surogate {
+
+namespace {
+
+constexpr std::int64_t kSpanBytes = 1 << 18;  // what one thread takes of a copy at a time
+
+void check_any(const char* op, const char* name, const Tensor& t) {
+    check(op, name, t, t.rows, t.columns, t.dtype);
+}
+
+/// Calls body(row, first column, columns) over all of [rows, columns] in spans of about kSpanBytes; dense matrices count as one long row.
+template <typename Body>
+void over_spans(ThreadPool& pool, std::int64_t rows, std::int64_t columns, bool dense, const Body& body) {
+    if (dense) {
+        columns *= rows;
+        rows = rows > 0 ? 1 : 0;
+    }
+    const std::int64_t span = kSpanBytes / 4;
+    if (columns >= span) {
+        const std::int64_t spans = (columns + span - 1) / span;
+        pool.parallel_for(rows * spans, [&](std::int64_t index) {
+            const std::int64_t begin = index % spans * span;
+            body(index / spans, begin, std::min(span, columns - begin));
+        });
+    } else if (columns > 0) {
+        pool.parallel_ranges(rows, span / columns, [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t r = begin; r < end; ++r) body(r, 0, columns);
+        });
+    }
+}
+
+}  // namespace
+
+CpuBackend::CpuBackend(const CpuOptions& options) : pool_(options.threads), kernels_(best_kernels()) {
+    use_one_blas_thread();
+}
+
+void* CpuBackend::allocate(std::size_t bytes) {
+    return allocate_aligned(bytes);
+}
+
+void CpuBackend::release(void* data) noexcept {
+    release_aligned(data);
+}
+
+void CpuBackend::upload(const Tensor& out, const void* host) {
+    check_any("upload", "out", out);
+    require(host != nullptr || out.size() == 0, "upload", "host", "data", "a null pointer");
+    Tensor in = matrix(const_cast<void*>(host), out.rows, out.columns, out.dtype);  // only read
+    copy(out, in);
+}
+
+void CpuBackend::download(void* host, const Tensor& in) {
+    require(host != nullptr || in.size() == 0, "download", "host", "data", "a null pointer");
+    copy(matrix(host, in.rows, in.columns, in.dtype), in);
+}
+
+void CpuBackend::copy(const Tensor& out, const Tensor& in) {
+    check_any("copy", "in", in);
+    check("copy", "out", out, in.rows, in.columns, in.dtype);
+    const std::size_t item = size_of(in.dtype);
+    over_spans(pool_, in.rows, in.columns, in.contiguous() && out.contiguous(), [&](std::int64_t r, std::int64_t begin, std::int64_t count) {
+        std::memcpy(out.as<char>() + static_cast<std::size_t>(r * out.stride + begin) * item,
+                    in.as<char>() + static_cast<std::size_t>(r * in.stride + begin) * item, static_cast<std::size_t>(count) * item);
+    });
+}
+
+void CpuBackend::fill(const Tensor& out, float value) {
+    check("fill", "out", out, out.rows, out.columns);
+    over_spans(pool_, out.rows, out.columns, out.contiguous(), [&](std::int64_t r, std::int64_t begin, std::int64_t count) {
+        std::fill_n(out.f32() + r * out.stride + begin, count, value);
+    });
+}
+
+std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options) {
+    return std::make_unique<CpuBackend>(options);
+}
+
+}  // namespace surogate
