@@ -1,0 +1,55 @@
+# The verbs: install quickstart test lint format bench gpu-test gpu-bench
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+CONSTRAINTS := tests/constraints.txt
+PY_DIRS := surogate_rl rewards rollouts tests examples benchmarks docs
+CPP_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
+SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc rewards rollouts surogate_rl/ -type f \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.pyi' \))
+# everything that pytest runs but what needs minutes of its own: `make test PYTEST_ARGS="-m slow"` runs that
+PYTEST_ARGS ?= -m "not slow and not gpu"
+
+.PHONY: install quickstart test cpp-test lint format bench gpu-test gpu-bench clean
+
+install: $(VENV)/.installed
+
+# torch first and alone, so that the constraint decides which build comes
+$(VENV)/.installed: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) torch
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) ".[dev]"
+	touch $@
+
+quickstart: install
+	$(BIN)/python examples/quickstart/run.py
+
+test: install lint cpp-test
+	$(BIN)/python -P -m pytest tests $(PYTEST_ARGS)
+
+# the core's own tests, under the address and undefined-behaviour sanitizers
+cpp-test: install
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DSUROGATE_TESTS=ON -DSUROGATE_SANITIZE=ON -DSUROGATE_BINDING=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/cmake --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+lint: install
+	$(BIN)/ruff check $(PY_DIRS)
+	$(BIN)/ruff format --check $(PY_DIRS)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: install
+	$(BIN)/ruff check --fix $(PY_DIRS)
+	$(BIN)/ruff format $(PY_DIRS)
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+bench: install
+	$(BIN)/python -m benchmarks.run
+
+gpu-test gpu-bench:
+	@echo "$@: the CUDA back-end is not there yet; device: cuda is refused by the config" && exit 2
+
+clean:
+	rm -rf build $(VENV)

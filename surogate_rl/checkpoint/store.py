@@ -1,0 +1,145 @@
+"""A folder of checkpoints, `checkpoints/step-00000012/`, each with a manifest of sizes and hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+MANIFEST = "manifest.json"
+ARRAYS = "arrays.safetensors"
+STATE = "state.json"
+FORMAT = 1
+_PREFIX = "step-"
+_ASIDE = ".partial-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or is not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Attributes:
+    step: steps done when it was taken.
+    arrays: weights, optimiser moments and whatever else is an array, by name.
+    state: everything else, JSON.
+    """
+
+    step: int
+    arrays: dict[str, NDArray[Any]]
+    state: dict[str, Any]
+
+
+class CheckpointStore:
+    def __init__(self, directory: Path, keep: int | None) -> None:
+        self.directory = directory
+        self.keep = keep
+
+    def save(self, step: int, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint aside, syncs it, reads it back against its hashes, renames it, then drops the oldest beyond `keep`.
+
+        Raises:
+            CheckpointError: an array is not finite, the disk has too little room, or what was written reads back differently. Earlier
+                checkpoints stay as they are.
+        """
+        for name, array in arrays.items():
+            if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+                raise CheckpointError(f"checkpoint of step {step}: {name} holds values that are not finite; nothing was written")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._require_room(step, sum(array.nbytes for array in arrays.values()))
+        final = self.directory / f"{_PREFIX}{step:08d}"
+        aside = self.directory / f"{_ASIDE}{final.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(aside / ARRAYS))
+        (aside / STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
+        files = {name: _describe(aside / name) for name in (ARRAYS, STATE)}
+        (aside / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
+        for path in (*aside.iterdir(), aside):
+            _sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(aside, final)
+        _sync(self.directory)
+        self._verify(final)
+        self._rotate()
+        return final
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints here, ascending. What a killed run left half-written does not count."""
+        if not self.directory.is_dir():
+            return []
+        found = []
+        for path in self.directory.iterdir():
+            number = path.name.removeprefix(_PREFIX)
+            if path.name.startswith(_PREFIX) and number.isdigit() and (path / MANIFEST).is_file():
+                found.append(int(number))
+        return sorted(found)
+
+    def newest(self) -> Path | None:
+        steps = self.steps()
+        return self.directory / f"{_PREFIX}{steps[-1]:08d}" if steps else None
+
+    @staticmethod
+    def load(path: Path) -> Checkpoint:
+        """Raises:
+        CheckpointError: something is missing, or differs from the manifest's size or hash.
+        """
+        CheckpointStore._verify(path)
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        return Checkpoint(manifest["step"], load_file(str(path / ARRAYS)), json.loads((path / STATE).read_text(encoding="utf-8")))
+
+    @staticmethod
+    def _verify(path: Path) -> None:
+        manifest_path = path / MANIFEST
+        if not manifest_path.is_file():
+            raise CheckpointError(f"{path}: no {MANIFEST}; this is not a complete checkpoint")
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{path}: format {manifest.get('format')!r}, this version reads {FORMAT}")
+        for name, expected in manifest["files"].items():
+            if not (path / name).is_file():
+                raise CheckpointError(f"{path}: {name} is missing")
+            if _describe(path / name) != expected:
+                raise CheckpointError(f"{path}: {name} differs from its manifest; the file is damaged, resume from an earlier checkpoint")
+
+    def _require_room(self, step: int, needed: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        wanted = int(needed * 1.05) + (1 << 20)
+        if free < wanted:
+            raise CheckpointError(
+                f"checkpoint of step {step}: {self.directory} has {free / 2**20:.0f} MiB free, {wanted / 2**20:.0f} MiB are needed; "
+                "free some space or lower save_total_limit. Earlier checkpoints are untouched"
+            )
+
+    def _rotate(self) -> None:
+        if self.keep is None:
+            return
+        for step in self.steps()[: -self.keep]:
+            shutil.rmtree(self.directory / f"{_PREFIX}{step:08d}")
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,248 @@
+"""The one trainer loop: step, log, evaluate, save; resumable at any step."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surogate_rl.checkpoint import CheckpointStore
+from surogate_rl.models import save_adapter, save_model
+from surogate_rl.tracking import Tracker
+from surogate_rl.trainers.session import FINAL, Session
+from surogate_rl.trainers.update import Metrics
+
+_LEARNER = "learner/"
+_ALGORITHM = "algorithm/"
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop and did so after a whole step; the message says what was saved."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run leaves.
+
+    Attributes:
+        output_dir: everything the run wrote.
+        steps: steps done, those before a resume included.
+        final_model: directory of the final model (of the adapter, with LoRA).
+        metrics: the last logged value of each metric.
+        history: every logged line of this process, as in metrics.jsonl.
+        evaluation: the last evaluation.
+    """
+
+    output_dir: Path
+    steps: int
+    final_model: Path
+    metrics: dict[str, float]
+    history: list[dict[str, float]] = field(default_factory=list)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """What SFT, DPO and GRPO differ in."""
+
+    @property
+    def total_steps(self) -> int: ...
+    def start(self) -> None:
+        """Called once with the initial weights in the learner, before a checkpoint is loaded."""
+        ...
+
+    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
+        """Does step `step` (from 1). Returns values of this step alone; `metrics` gathers weighted means."""
+        ...
+
+    def evaluate(self, step: int) -> dict[str, float]: ...
+    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]: ...
+    def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
+        """Called after weights and optimiser state were loaded."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def train(session: Session, algorithm: Algorithm) -> RunResult:
+    config = session.config
+    algorithm.start()
+    done = _resume(session, algorithm)
+    total = algorithm.total_steps
+    tracker = Tracker(session.output_dir, config.report_to, config.run_name, config, resume_step=done)
+    history: list[dict[str, float]] = []
+    evaluation: dict[str, float] = {}
+    logged: dict[str, float] = {}
+
+    def log(step: int, values: dict[str, float]) -> None:
+        tracker.log(step, values)
+        history.append({"step": float(step), **values})
+        logged.update(values)
+        session.progress.update(step, values)
+
+    def evaluate(step: int) -> None:
+        result = algorithm.evaluate(step)
+        if result:
+            evaluation.update(result)
+            log(step, result)
+
+    save_at_all = config.save_steps > 0
+    session.progress.start(session.command, total, done)
+    try:
+        with _graceful_stop(session) as stop:
+            if done == 0 and config.eval is not None and config.eval.at_start:
+                evaluate(0)
+            means = Metrics()
+            window = _Window()
+            for step in range(done + 1, total + 1):
+                values = algorithm.step(step, means)
+                window.add(values)
+                if step % config.logging_steps == 0 or step == total:
+                    log(step, {**means.means(), **window.values()})
+                    means, window = Metrics(), _Window()
+                saved = save_at_all and (step % config.save_steps == 0 or step == total)
+                if config.eval is not None and config.eval.steps and step % config.eval.steps == 0 and step != total:
+                    evaluate(step)
+                if saved or (stop.is_set() and step != total):
+                    _save(session, algorithm, step)
+                if stop.is_set() and step != total:
+                    raise Interrupted(f"stopped after step {step} of {total}; checkpoint saved in {session.store.newest()}; go on with --set resume=auto")
+            if config.eval is not None and total > done:
+                evaluate(total)
+        final = save_final(session)
+    finally:
+        session.progress.stop()
+        tracker.close()
+        algorithm.close()
+    return RunResult(session.output_dir, total, final, logged, history, evaluation)
+
+
+class _Window:
+    """Values of steps since the last log: rates and lengths are averaged, counters keep their last value."""
+
+    LAST = frozenset({"epoch", "num_tokens", "learning_rate", "skipped_steps"})
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (value, 1) if name in self.LAST else (total + value, count + 1)
+
+    def values(self) -> dict[str, float]:
+        return {name: total / count for name, (total, count) in self._sums.items()}
+
+
+def _save(session: Session, algorithm: Algorithm, step: int) -> None:
+    arrays, state = algorithm.state()
+    session.store.save(
+        step,
+        {
+            **{_LEARNER + name: array for name, array in session.learner.state().items()},
+            **{_ALGORITHM + name: array for name, array in arrays.items()},
+        },
+        {
+            "command": session.command,
+            "algorithm": state,
+            "skipped": session.updater.skipped,
+            "skipped_in_a_row": session.updater.skipped_in_a_row,
+        },
+    )
+
+
+def _resume(session: Session, algorithm: Algorithm) -> int:
+    """Loads the checkpoint that `resume` names and returns the steps done; 0 without one."""
+    where = session.config.resume
+    if where == "never":
+        _require_fresh(session)
+        return 0
+    path = session.store.newest() if where == "auto" else Path(where)
+    if path is None:
+        return 0
+    checkpoint = CheckpointStore.load(path)
+    if checkpoint.state["command"] != session.command:
+        raise ValueError(f"resume: {path} is a checkpoint of '{checkpoint.state['command']}', this command is '{session.command}'")
+    session.learner.load_state({name.removeprefix(_LEARNER): a for name, a in checkpoint.arrays.items() if name.startswith(_LEARNER)})
+    session.updater.skipped = checkpoint.state["skipped"]
+    session.updater.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
+    algorithm.restore(
+        {name.removeprefix(_ALGORITHM): a for name, a in checkpoint.arrays.items() if name.startswith(_ALGORITHM)},
+        checkpoint.state["algorithm"],
+    )
+    session.progress.note(f"resumed from {path}, {checkpoint.step} of {algorithm.total_steps} steps done")
+    return checkpoint.step
+
+
+def _require_fresh(session: Session) -> None:
+    """A run that starts over must not mix with what an earlier one left."""
+    newest = session.store.newest()
+    if newest is not None:
+        raise ValueError(
+            f"output_dir: {session.output_dir} holds checkpoints of an earlier run (newest: {newest.name}); "
+            "set resume: auto to go on from it, or choose another output_dir"
+        )
+
+
+def save_final(session: Session) -> Path:
+    """Writes the model in Hugging Face form, or the adapter in PEFT form, and returns where."""
+    final = session.output_dir / FINAL
+    if session.config.lora:
+        save_adapter(session.learner, session.loaded, final, session.config.model)
+    else:
+        save_model(session.learner, session.loaded, final)
+    return final
+
+
+@contextmanager
+def _graceful_stop(session: Session) -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM ends the run after the present step, with a checkpoint; the second one ends it at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        session.progress.note("stopping after this step, with a checkpoint; once more to stop at once")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Clock:
+    """Seconds since it was last read."""
+
+    last: float = field(default_factory=time.perf_counter)
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        return seconds
+
+
+def fingerprint(value: Any) -> str:
+    """A short hash of anything JSON can hold, to tell whether two runs mean the same."""
+    import hashlib
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def seeded(*parts: int) -> np.random.Generator:
+    return np.random.default_rng(list(parts))

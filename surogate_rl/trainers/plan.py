@@ -1,0 +1,75 @@
+"""What a run would take and do, without loading a weight or a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surogate_rl import _core
+from surogate_rl.config.schema import DpoConfig, GrpoConfig, SftConfig, TrainConfig
+from surogate_rl.learner import Learner
+from surogate_rl.models import inspect_model
+from surogate_rl.trainers import dpo, grpo, sft
+from surogate_rl.trainers.session import learner_options, memory_limit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`lines` are ready to be printed; `bytes` is what all parts take together."""
+
+    lines: list[str]
+    bytes: int
+
+
+def plan(config: TrainConfig) -> Plan:
+    """Raises what loading the model's config raises (missing directory, unknown family...)."""
+    spec = inspect_model(config.model, tokenizer=config.tokenizer).spec
+    tokens = micro_batch_tokens(config)
+    parts: list[tuple[str, int]] = [
+        (f"learner: {name}", size) for name, size in Learner.plan(spec, **learner_options(config, tokens, config.recompute == "block"))
+    ]
+    if isinstance(config, GrpoConfig):
+        rollouts = config.rollouts
+        context = min(config.sequence_len, spec.max_positions)
+        parts += [
+            (f"sampler: {name}", size)
+            for name, size in _core.Generator.plan(spec, max_sequences=rollouts.max_sequences, cache_tokens=rollouts.max_sequences * context)
+        ]
+        if config.loss.beta > 0 and not config.lora:
+            parts += [(f"reference: {name}", size) for name, size in Learner.plan(spec, max_tokens=tokens, trainable=False)]
+    total = sum(size for _, size in parts)
+    lines = ["memory"]
+    lines += [f"  {name:<44} {size / 2**20:>10.1f} MiB" for name, size in parts]
+    lines.append(f"  {'total':<44} {total / 2**20:>10.1f} MiB")
+    if limit := memory_limit(config):
+        lines.append(f"  {'memory_limit_gb':<44} {limit / 2**20:>10.1f} MiB")
+    lines += ["steps", *(f"  {line}" for line in step_lines(config, tokens))]
+    return Plan(lines, total)
+
+
+def micro_batch_tokens(config: TrainConfig) -> int:
+    if isinstance(config, GrpoConfig):
+        return grpo.micro_batch_tokens(config)
+    if isinstance(config, DpoConfig):
+        return dpo.micro_batch_tokens(config)
+    if isinstance(config, SftConfig):
+        return sft.micro_batch_tokens(config)
+    raise TypeError(f"no command trains with a {type(config).__name__}")
+
+
+def step_lines(config: TrainConfig, tokens: int) -> list[str]:
+    lines = [f"micro-batches of at most {tokens} tokens"]
+    if isinstance(config, GrpoConfig):
+        rollouts, loss = config.rollouts, config.loss
+        lines.append(f"a step samples {rollouts.prompts_per_step} prompts x {rollouts.num_generations} completions of at most {rollouts.max_completion_length} tokens")
+        lines.append(f"and makes {loss.num_iterations * loss.num_minibatches} update(s): {loss.num_iterations} pass(es) of {loss.num_minibatches} minibatch(es)")
+    else:
+        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        unit = "pairs" if isinstance(config, DpoConfig) else f"packs of {config.sequence_len} tokens" if config.packing else "examples"
+        lines.append(f"a step takes {rows} {unit}")
+    if config.max_steps > 0:
+        lines.append(f"{config.max_steps} steps (max_steps)")
+    else:
+        lines.append(f"{config.num_train_epochs:g} epoch(s) of the data (num_train_epochs); their number of steps is known once the data is read")
+    return lines
+
+

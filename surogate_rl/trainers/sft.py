@@ -1,0 +1,127 @@
+"""Supervised fine-tuning: the degenerate case, a constant objective over given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from surogate_rl.batch import Totals
+from surogate_rl.config.schema import SftConfig
+from surogate_rl.data import Example, load_examples
+from surogate_rl.data.packing import PackSequence, first_fit, pack
+from surogate_rl.objectives import make_objective
+from surogate_rl.trainers.batches import StepOrder
+from surogate_rl.trainers.loop import Clock
+from surogate_rl.trainers.schedule import Schedule
+from surogate_rl.trainers.session import Session
+from surogate_rl.trainers.supervised import HeldOut, check_first_gradient, nll_of
+from surogate_rl.trainers.update import LogpSettings, Metrics
+
+LOGP = LogpSettings(temperature=1.0, valid_vocab=0)
+
+
+def micro_batch_tokens(config: SftConfig) -> int:
+    return config.per_device_train_batch_size * config.sequence_len
+
+
+class Sft:
+    def __init__(self, session: Session, config: SftConfig, held_out: HeldOut | None) -> None:
+        self._session, self._config, self._held_out = session, config, held_out
+        loaded = load_examples(
+            config.datasets,
+            session.loaded.tokenizer,
+            sequence_len=config.sequence_len,
+            overlong=config.overlong,
+            seed=config.seed,
+            assistant_only_loss=config.assistant_only_loss,
+            completion_only_loss=config.completion_only_loss,
+        )
+        session.progress.note(str(loaded.report))
+        self.examples: Sequence[Example] = loaded.items
+        # a row is what TRL counts as one: a pack of sequence_len tokens, or one example where packing is off
+        lengths = [len(example.tokens) for example in self.examples]
+        self._rows = first_fit(lengths, config.sequence_len) if config.packing else [[i] for i in range(len(lengths))]
+        per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        self._order = StepOrder(len(self._rows), per_step, config.seed)
+        self._objective = make_objective(config.loss, command="sft")
+        self._schedule = Schedule.from_config(config, self.total_steps)
+        self._num_tokens = 0
+
+    @property
+    def total_steps(self) -> int:
+        return self._order.total_steps(self._config)
+
+    def start(self) -> None:
+        return None
+
+    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
+        clock = Clock()
+        members = [i for row in self._order(step) for i in self._rows[row]]
+        units = [[sequence(self.examples[i], i)] for i in members]
+        batches = pack(units, micro_batch_tokens(self._config))
+        totals = Totals(tokens=sum(batch.num_trained for batch in batches), sequences=len(units))
+        lr = self._schedule(self._session.learner.update_count)
+        result = self._session.updater.update(batches, self._objective, totals, lr, metrics)
+        check_first_gradient(step, result, self._config)
+        tokens = sum(batch.num_tokens for batch in batches)
+        self._num_tokens += tokens
+        seconds = clock.lap()
+        return {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": lr,
+            "epoch": self._order.epoch(step),
+            "num_tokens": float(self._num_tokens),
+            "skipped_steps": float(self._session.updater.skipped),
+            "step_time": seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        return self._held_out(step) if self._held_out else {}
+
+    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+        return {}, {"num_tokens": self._num_tokens, "rows": len(self._rows)}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
+        require_same_rows(state["rows"], len(self._rows))
+        self._num_tokens = state["num_tokens"]
+
+    def close(self) -> None:
+        if self._held_out:
+            self._held_out.close()
+
+
+def sequence(example: Example, number: int) -> PackSequence:
+    return PackSequence(tokens=example.tokens, mask=example.mask, id=number)
+
+
+def require_same_rows(saved: int, present: int) -> None:
+    if saved != present:
+        raise ValueError(
+            f"resume: the checkpoint was taken over {saved} rows of training data, there are {present} now; "
+            "restore the data and the settings that shape it, or start anew in another output_dir"
+        )
+
+
+class HeldOutExamples:
+    """Mean negative log-likelihood, in nats per trained token, of the evaluation data."""
+
+    def __init__(self, session: Session, config: SftConfig) -> None:
+        assert config.eval is not None
+        loaded = load_examples(
+            config.eval.datasets,
+            session.loaded.tokenizer,
+            sequence_len=config.sequence_len,
+            overlong=config.overlong,
+            seed=config.seed,
+            assistant_only_loss=config.assistant_only_loss,
+            completion_only_loss=config.completion_only_loss,
+        )
+        self._session = session
+        self._batches = pack([[sequence(example, i)] for i, example in enumerate(loaded.items)], micro_batch_tokens(config))
+
+    def __call__(self) -> float:
+        return nll_of(self._session, self._batches, LOGP)

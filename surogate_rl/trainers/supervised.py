@@ -1,0 +1,63 @@
+"""What SFT and DPO share: held-out evaluation, and a check that training trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from surogate_rl.batch import PackedBatch
+from surogate_rl.config.schema import TrainConfig
+from surogate_rl.trainers.evaluation import RewardEvaluation, completion_length
+from surogate_rl.trainers.sampling import Rollouts
+from surogate_rl.trainers.session import Session
+from surogate_rl.trainers.update import LogpSettings, UpdateResult
+
+MAX_EVAL_SEQUENCES = 64
+
+
+class HeldOut:
+    """Held-out loss, or rewards over sampled completions where `eval.rewards` names some."""
+
+    def __init__(self, session: Session, make_loss: Callable[[], Callable[[], float]]) -> None:
+        config = session.config.eval
+        assert config is not None
+        self._loss: Callable[[], float] | None = None
+        self._rollouts: Rollouts | None = None
+        self._rewards: RewardEvaluation | None = None
+        if config.rewards:
+            self._rollouts = Rollouts(session, MAX_EVAL_SEQUENCES, completion_length(session, config))
+            self._rewards = RewardEvaluation(session, config, self._rollouts)
+        else:
+            self._loss = make_loss()
+
+    def __call__(self, step: int) -> dict[str, float]:
+        if self._loss is not None:
+            return {"eval_loss": self._loss()}
+        assert self._rollouts is not None and self._rewards is not None
+        self._rollouts.weights_changed(step)
+        return self._rewards(step)
+
+    def close(self) -> None:
+        if self._rewards is not None:
+            self._rewards.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
+
+
+def nll_of(session: Session, batches: Sequence[PackedBatch], logp: LogpSettings) -> float:
+    """Mean negative log-likelihood in nats over all trained tokens of `batches`."""
+    total, tokens = 0.0, 0
+    for batch in batches:
+        stats = session.learner.score(batch, temperature=logp.temperature, valid_vocab=logp.valid_vocab)
+        total -= float(stats.logp[batch.mask].sum(dtype="float64"))
+        tokens += batch.num_trained
+    return total / tokens
+
+
+def check_first_gradient(step: int, result: UpdateResult, config: TrainConfig) -> None:
+    """Raises RuntimeError if the very first gradient is exactly zero: nothing would ever be learned."""
+    if step == 1 and result.applied and result.grad_norm == 0.0:
+        what = "the adapter" if config.lora else "the model"
+        raise RuntimeError(
+            f"the first step gave {what} a gradient of exactly zero, so it would never learn; "
+            "look at the data (are all pairs identical, is every label masked?) and at lora_target_modules"
+        )

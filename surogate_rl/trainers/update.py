@@ -1,0 +1,144 @@
+"""One optimiser step from packed micro-batches: the part that SFT, DPO and GRPO share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from surogate_rl.batch import FloatArray, PackedBatch, Totals
+from surogate_rl.config.schema import TrainConfig
+from surogate_rl.learner import Learner
+from surogate_rl.objectives import Objective
+from surogate_rl.objectives.gradient import concatenate, seeds, split
+
+
+class TooManySkippedSteps(RuntimeError):
+    """So many updates in a row had a gradient that is not finite that the run cannot be saved by skipping."""
+
+
+@dataclass
+class Metrics:
+    """Weighted means under way: name -> [sum, weight]."""
+
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, total: float, weight: float) -> None:
+        entry = self.sums.setdefault(name, [0.0, 0.0])
+        entry[0] += total
+        entry[1] += weight
+
+    def means(self) -> dict[str, float]:
+        """Names that gathered no weight are left out."""
+        return {name: total / weight for name, (total, weight) in self.sums.items() if weight > 0}
+
+
+@dataclass(frozen=True)
+class LogpSettings:
+    """The one definition of a log-probability in a run: temperature, and the ids that count (0: all)."""
+
+    temperature: float = 1.0
+    valid_vocab: int = 0
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    loss: float
+    grad_norm: float
+    applied: bool
+
+
+class Updater:
+    """Runs micro-batches through learner and objective and applies the optimiser. Counts skipped updates in a row."""
+
+    def __init__(self, learner: Learner, config: TrainConfig, logp: LogpSettings) -> None:
+        self.learner = learner
+        self.config = config
+        self.logp = logp
+        self.skipped_in_a_row = 0
+        self.skipped = 0
+
+    def update(self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals, lr: float, metrics: Metrics) -> UpdateResult:
+        """Gradients of all `batches`, summed, then one step of the optimiser at rate `lr`.
+
+        A loss or gradient that is not finite changes no weight and no optimiser state: it is counted, and after
+        `max_skipped_steps` in a row `TooManySkippedSteps` is raised.
+        """
+        if objective.unit == "step":
+            loss, finite = self._backward_whole_step(batches, objective, totals, metrics)
+        else:
+            loss, finite = self._backward_each(batches, objective, totals, metrics)
+        config = self.config
+        if finite:
+            stats = self.learner.step(
+                lr,
+                max_grad_norm=config.max_grad_norm,
+                betas=(config.adam_beta1, config.adam_beta2),
+                epsilon=config.adam_epsilon,
+                weight_decay=config.weight_decay,
+            )
+            applied, grad_norm = stats.applied, stats.grad_norm
+        else:
+            self.learner.zero_gradients()
+            applied, grad_norm = False, float("nan")
+        self._count_skips(applied, loss)
+        return UpdateResult(loss, grad_norm, applied)
+
+    def _backward_each(
+        self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals, metrics: Metrics
+    ) -> tuple[float, bool]:
+        loss = 0.0
+        temperature, valid_vocab = self.logp.temperature, self.logp.valid_vocab
+        for batch in batches:
+            known = objective.known_seeds(batch, totals)
+            if known is not None:
+                # the loss is linear in logp: its gradient is there before the pass, so the head's product runs once
+                stats = self.learner.forward_backward(batch, known, temperature=temperature, valid_vocab=valid_vocab)
+                result = seeds(objective, stats.logp, None, batch, totals)
+            else:
+                stats = self.learner.forward(batch, temperature=temperature, valid_vocab=valid_vocab, entropy=objective.needs_entropy)
+                result = seeds(objective, stats.logp, stats.entropy, batch, totals)
+                if result.finite:
+                    self.learner.backward(result.dlogp, result.dentropy)
+                else:
+                    self.learner.discard_pending()
+            if not result.finite:
+                return result.loss, False
+            loss += result.loss
+            for name, (total, weight) in result.metrics.items():
+                metrics.add(name, total, weight)
+        return loss, True
+
+    def _backward_whole_step(
+        self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals, metrics: Metrics
+    ) -> tuple[float, bool]:
+        """Score everything, ask the objective once, then run each micro-batch with its share of the seeds."""
+        temperature, valid_vocab = self.logp.temperature, self.logp.valid_vocab
+        scored = [
+            self.learner.score(batch, temperature=temperature, valid_vocab=valid_vocab, entropy=objective.needs_entropy) for batch in batches
+        ]
+        whole = concatenate(batches)
+        logp: FloatArray = np.concatenate([stats.logp for stats in scored])
+        entropies = [stats.entropy for stats in scored if stats.entropy is not None]
+        entropy: FloatArray | None = np.concatenate(entropies) if entropies else None
+        result = seeds(objective, logp, entropy, whole, totals)
+        if not result.finite:
+            return result.loss, False
+        for batch, dlogp, dentropy in split(batches, result.dlogp, result.dentropy):
+            self.learner.forward_backward(batch, dlogp, dentropy, temperature=temperature, valid_vocab=valid_vocab)
+        for name, (total, weight) in result.metrics.items():
+            metrics.add(name, total, weight)
+        return result.loss, True
+
+    def _count_skips(self, applied: bool, loss: float) -> None:
+        if applied:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            raise TooManySkippedSteps(
+                f"{self.skipped_in_a_row} optimiser updates in a row had a loss or gradient that is not finite (last loss: {loss}); weights and "
+                f"optimiser state are as before the first of them. Lower learning_rate or max_grad_norm, or look for broken rows or rewards."
+            )
