@@ -1,0 +1,338 @@
+"""Combinations of keys that cannot work, keys without effect, and the values that ``auto`` and empty stand for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from surogate_rl.config.errors import KeyPath, Problem, path_text
+from surogate_rl.config.explain import nearest
+from surogate_rl.config.schema import (
+    Command,
+    DatasetConfig,
+    DpoConfig,
+    EvalConfig,
+    GrpoConfig,
+    PolicyLossConfig,
+    RewardConfig,
+    SamplingConfig,
+    SftConfig,
+    TrainConfig,
+)
+from surogate_rl.config.yaml_source import dump
+
+LOSS_TYPES: dict[Command, tuple[str, ...]] = {
+    "sft": ("nll",),
+    "dpo": ("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm"),
+    "grpo": ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "reinforce_plus_plus"),
+}
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+DEFAULT_EVAL_COMPLETION = 256
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool = False) -> list[Problem]:
+    """Everything that the types alone cannot rule out."""
+    problems = [*_device_problems(config), *_training_problems(config), *_lora_problems(config), *_loss_type_problems(config, command)]
+    if config.eval is not None:
+        problems.extend(_eval_problems(config, config.eval))
+    if isinstance(config, GrpoConfig):
+        problems.extend(_rollout_problems(config))
+        problems.extend(_policy_loss_problems(config.loss))
+        problems.extend(_grpo_problems(config, rewards_given))
+    return problems
+
+
+def _device_problems(config: TrainConfig) -> Iterator[Problem]:
+    if config.device == "cuda":
+        yield Problem("device: the CUDA back-end is not there yet; set device: cpu", ("device",))
+    if config.gpus:
+        yield Problem(f"gpus: {config.gpus} asked for, but the CUDA back-end is not there yet; set gpus: 0 or remove the key", ("gpus",))
+    if config.recipe == "bfloat16":
+        yield Problem("recipe: bfloat16 needs a GPU, the CPU computes in float32; set recipe: float32", ("recipe",))
+
+
+def _training_problems(config: TrainConfig) -> Iterator[Problem]:
+    if config.max_steps == 0 or config.max_steps < -1:
+        yield Problem(f"max_steps: expected a whole number greater than 0, or -1 for num_train_epochs; got {config.max_steps}", ("max_steps",))
+    if config.warmup_ratio > 0 and config.warmup_steps > 0:
+        yield Problem("warmup_ratio and warmup_steps are both given; keep one of them", ("warmup_ratio",), (("warmup_steps",),))
+    if config.max_steps > 0 and config.warmup_steps > config.max_steps:
+        yield Problem(
+            f"warmup_steps: {config.warmup_steps} is more than max_steps ({config.max_steps}); lower it", ("warmup_steps",), (("max_steps",),)
+        )
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        yield Problem(
+            f"resume: no checkpoint at '{config.resume}'; write auto, never, or a folder such as {config.output_dir}/checkpoints/step-100",
+            ("resume",),
+        )
+
+
+def _lora_problems(config: TrainConfig) -> Iterator[Problem]:
+    if config.lora_dropout != 0:
+        yield Problem(f"lora_dropout: {config.lora_dropout:g} is not supported; set lora_dropout: 0 or remove the key", ("lora_dropout",))
+    if config.adapter is not None and not config.lora:
+        yield Problem("adapter: needs lora: true; set it, or merge the adapter into the model", ("adapter",), (("lora",),))
+    if config.adapter is not None and not Path(config.adapter).is_dir():
+        yield Problem(f"adapter: no folder '{config.adapter}'; give the folder that holds adapter_config.json", ("adapter",))
+    if isinstance(config.lora_target_modules, list):
+        if not config.lora_target_modules:
+            yield Problem("lora_target_modules: an empty list trains nothing; write all-linear or names", ("lora_target_modules",))
+        for index, module in enumerate(config.lora_target_modules):
+            if module not in LORA_MODULES:
+                close = nearest(module, LORA_MODULES)
+                hint = f"did you mean '{close}'?" if close else f"choose from {', '.join(LORA_MODULES)}"
+                path: KeyPath = ("lora_target_modules", index)
+                yield Problem(f"{path_text(path)}: unknown module '{module}'; {hint}", path)
+            elif module in config.lora_target_modules[:index]:
+                path = ("lora_target_modules", index)
+                yield Problem(f"{path_text(path)}: '{module}' is in the list twice; remove one", path)
+
+
+def _loss_type_problems(config: TrainConfig, command: Command) -> Iterator[Problem]:
+    assert isinstance(config, SftConfig | DpoConfig | GrpoConfig)
+    loss_type, path = config.loss.loss_type, ("loss", "loss_type")
+    if ":" in loss_type or loss_type.endswith(".py"):
+        yield from _function_problems(loss_type, path)
+        return
+    if loss_type not in LOSS_TYPES[command]:
+        owner = next((other for other, types in LOSS_TYPES.items() if loss_type in types), None)
+        close = nearest(loss_type, LOSS_TYPES[command])
+        if owner is not None:
+            what, hint = f"'{loss_type}' is a loss of {owner}, not of {command}", f"choose from {', '.join(LOSS_TYPES[command])}"
+        else:
+            what = f"unknown loss '{loss_type}'"
+            hint = f"did you mean '{close}'?" if close else f"choose from {', '.join(LOSS_TYPES[command])}, or write path/file.py:function"
+        yield Problem(f"loss.loss_type: {what}; {hint}", path)
+    if config.loss.args and loss_type in LOSS_TYPES[command]:
+        yield Problem(
+            f"loss.args: {loss_type} takes no arguments of its own; they are for an objective of yours (path/file.py:function)",
+            ("loss", "args"),
+        )
+
+
+def _function_problems(name: str, path: KeyPath) -> Iterator[Problem]:
+    """``path/file.py:function``: the file must be there; what is in it is seen when it is loaded."""
+    file, _, function = name.rpartition(":")
+    if not file.endswith(".py") or not function:
+        yield Problem(f"{path_text(path)}: expected path/file.py:function, got '{name}'", path)
+    elif not Path(file).is_file():
+        yield Problem(f"{path_text(path)}: no file '{file}' (paths count from the folder you start in)", path)
+
+
+def _reward_problems(rewards: list[RewardConfig], path: KeyPath) -> Iterator[Problem]:
+    for index, reward in enumerate(rewards):
+        if ".py" in reward.name:
+            yield from _function_problems(reward.name, (*path, index, "name"))
+
+
+def _sampling_problems(sampling: SamplingConfig) -> Iterator[Problem]:
+    """What bends the ratio of current to sampled probability is refused for training."""
+    place = "would bias the ratio in training; it belongs under eval"
+    if sampling.temperature == 0:
+        yield Problem("rollouts.temperature: 0 (greedy) cannot be trained on, all completions are alike; set it above 0", ("rollouts", "temperature"))
+    if sampling.top_p < 1:
+        yield Problem(f"rollouts.top_p: {sampling.top_p:g} {place}; set it to 1 or remove the key", ("rollouts", "top_p"))
+    if sampling.top_k > 0:
+        yield Problem(f"rollouts.top_k: {sampling.top_k} {place}; set it to 0 or remove the key", ("rollouts", "top_k"))
+    if sampling.min_p > 0:
+        yield Problem(f"rollouts.min_p: {sampling.min_p:g} {place}; set it to 0 or remove the key", ("rollouts", "min_p"))
+
+
+def _rollout_problems(config: GrpoConfig) -> Iterator[Problem]:
+    rollouts, loss = config.rollouts, config.loss
+    yield from _sampling_problems(rollouts)
+    if rollouts.engine == "vllm":
+        yield Problem("rollouts.engine: vllm is not there yet; set it to native or auto", ("rollouts", "engine"))
+    if rollouts.max_staleness > 0:
+        yield Problem(
+            "rollouts.max_staleness: only 0 (on-policy) is there yet; set it to 0 or remove the key",
+            ("rollouts", "max_staleness"),
+        )
+    if rollouts.num_generations == 1 and loss.loss_type != "reinforce_plus_plus" and ":" not in loss.loss_type:
+        yield Problem(
+            f"rollouts.num_generations: a group of one has no baseline, {loss.loss_type} learns nothing from it; "
+            "set it to 2 or more, or loss: reinforce_plus_plus, whose baseline is the batch's",
+            ("rollouts", "num_generations"),
+            (("loss", "loss_type"),),
+        )
+    completions = rollouts.prompts_per_step * rollouts.num_generations
+    if completions == 1 and loss.loss_type == "reinforce_plus_plus":
+        yield Problem(
+            "rollouts.prompts_per_step: a batch of one completion has no baseline; raise it or num_generations",
+            ("rollouts", "prompts_per_step"),
+            (("rollouts", "num_generations"),),
+        )
+    if completions % loss.num_minibatches:
+        yield Problem(
+            f"loss.num_minibatches: {loss.num_minibatches} does not divide the {completions} completions of a step "
+            f"(prompts_per_step {rollouts.prompts_per_step} x num_generations {rollouts.num_generations}); choose a divisor",
+            ("loss", "num_minibatches"),
+            (("rollouts", "prompts_per_step"), ("rollouts", "num_generations")),
+        )
+    yield from _length_problems(config)
+
+
+def _length_problems(config: GrpoConfig) -> Iterator[Problem]:
+    rollouts = config.rollouts
+    if rollouts.max_completion_length >= config.sequence_len:
+        yield Problem(
+            f"rollouts.max_completion_length: {rollouts.max_completion_length} leaves no room for a prompt in sequence_len "
+            f"({config.sequence_len}); lower it or raise sequence_len",
+            ("rollouts", "max_completion_length"),
+            (("sequence_len",),),
+        )
+    elif rollouts.max_prompt_length is not None and rollouts.max_prompt_length + rollouts.max_completion_length > config.sequence_len:
+        yield Problem(
+            f"rollouts.max_prompt_length: {rollouts.max_prompt_length} and max_completion_length ({rollouts.max_completion_length}) do not fit "
+            f"in sequence_len ({config.sequence_len}); lower one or raise sequence_len",
+            ("rollouts", "max_prompt_length"),
+            (("rollouts", "max_completion_length"), ("sequence_len",)),
+        )
+
+
+def _policy_loss_problems(loss: PolicyLossConfig) -> Iterator[Problem]:
+    if loss.delta is not None and loss.delta <= 1 + loss.epsilon:
+        yield Problem(
+            f"loss.delta: {loss.delta:g} must be greater than 1 + epsilon ({1 + loss.epsilon:g}), or it cuts below the clip; raise it",
+            ("loss", "delta"),
+            (("loss", "epsilon"),),
+        )
+    if loss.sync_ref_model and loss.beta == 0:
+        yield Problem(
+            "loss.sync_ref_model: there is no reference while loss.beta is 0; set beta above 0 or sync_ref_model: false",
+            ("loss", "sync_ref_model"),
+            (("loss", "beta"),),
+        )
+    if loss.mismatch_floor > loss.mismatch_cap:
+        yield Problem(
+            f"loss.mismatch_floor: {loss.mismatch_floor:g} is above mismatch_cap ({loss.mismatch_cap:g}), everything would be masked; lower it",
+            ("loss", "mismatch_floor"),
+            (("loss", "mismatch_cap"),),
+        )
+
+
+def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]:
+    if not config.rewards and not rewards_given:
+        yield Problem("rewards: grpo needs at least one, such as 'rewards: [exact_match]' or path/file.py:function", ("rewards",))
+    yield from _reward_problems(config.rewards, ("rewards",))
+    if config.rewards and not rewards_given and all(reward.weight == 0 for reward in config.rewards):
+        yield Problem("rewards: every weight is 0, there is nothing to learn from; give one a weight", ("rewards",))
+    if config.environment != "single_turn":
+        yield Problem(f"environment: '{config.environment}' is not there yet; write single_turn or remove the key", ("environment",))
+    if config.gradient_accumulation_steps != 1:
+        yield Problem(
+            "gradient_accumulation_steps: a grpo step is rollouts.prompts_per_step x rollouts.num_generations completions, split by memory alone; "
+            "raise prompts_per_step instead and remove this key",
+            ("gradient_accumulation_steps",),
+        )
+    if not config.packing:
+        yield Problem("packing: grpo always packs; remove this key", ("packing",))
+    if config.overlong == "truncate":
+        yield Problem("overlong: grpo drops prompts that are too long, a cut prompt asks something else; remove this key", ("overlong",))
+
+
+def _eval_problems(config: TrainConfig, evaluation: EvalConfig) -> Iterator[Problem]:
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        yield Problem(
+            f"eval.samples: {evaluation.samples} greedy completions are all alike; set eval.temperature above 0 or samples: 1",
+            ("eval", "samples"),
+            (("eval", "temperature"),),
+        )
+    if evaluation.max_completion_length is not None and evaluation.max_completion_length >= config.sequence_len:
+        yield Problem(
+            f"eval.max_completion_length: {evaluation.max_completion_length} leaves no room for a prompt in sequence_len ({config.sequence_len}); "
+            "lower it or raise sequence_len",
+            ("eval", "max_completion_length"),
+            (("sequence_len",),),
+        )
+    yield from _reward_problems(evaluation.rewards, ("eval", "rewards"))
+
+
+def find_idle_keys(config: TrainConfig, command: Command) -> list[Problem]:
+    """Keys that do nothing as the others stand. They are only told: switching ``lora`` off for a run should not need six edits."""
+    default = type(config).model_construct()
+    found: list[Problem] = []
+
+    def idle(section: object, base: object, keys: tuple[str, ...], because: str, prefix: KeyPath = ()) -> None:
+        for key in keys:
+            if getattr(section, key) != getattr(base, key):
+                path = (*prefix, key)
+                found.append(Problem(f"{path_text(path)} has no effect while {because}", path))
+
+    if not config.lora:
+        idle(config, default, ("lora_rank", "lora_alpha", "lora_target_modules"), "lora is false")
+    if config.max_steps > 0:
+        idle(config, default, ("num_train_epochs",), "max_steps is given")
+    if config.save_steps == 0:
+        idle(config, default, ("save_total_limit",), "save_steps is 0")
+    if config.lr_scheduler_type == "constant":
+        idle(config, default, ("warmup_ratio", "warmup_steps"), "lr_scheduler_type is constant; constant_with_warmup uses it")
+    if config.eval is not None:
+        _idle_eval(config, config.eval, idle)
+    if isinstance(config, GrpoConfig):
+        loss, base = config.loss, PolicyLossConfig()
+        if not loss.sync_ref_model:
+            idle(loss, base, ("ref_model_mixup_alpha", "ref_model_sync_steps"), "loss.sync_ref_model is false", ("loss",))
+        if loss.loss_type != "sapo" and loss.loss_type in LOSS_TYPES[command]:
+            idle(loss, base, ("sapo_temperature_pos", "sapo_temperature_neg"), f"loss.loss_type is {loss.loss_type}", ("loss",))
+        if loss.mismatch in ("auto", "none"):
+            idle(loss, base, ("mismatch_cap", "mismatch_floor"), f"loss.mismatch is {loss.mismatch}", ("loss",))
+        elif loss.mismatch.endswith("_truncate"):
+            idle(loss, base, ("mismatch_floor",), f"loss.mismatch is {loss.mismatch}", ("loss",))
+    return found
+
+
+def _idle_eval(config: TrainConfig, evaluation: EvalConfig, idle: Callable[..., None]) -> None:
+    base = EvalConfig(datasets=[DatasetConfig(path="-")])
+    generates = isinstance(config, GrpoConfig) or bool(evaluation.rewards)
+    if not generates:
+        keys = ("temperature", "top_p", "top_k", "min_p", "stop", "samples", "pass_threshold", "max_completion_length")
+        idle(evaluation, base, keys, "eval has no rewards: the loss on its rows is measured", ("eval",))
+    elif evaluation.temperature == 0:
+        idle(evaluation, base, ("top_p", "top_k", "min_p"), "eval.temperature is 0", ("eval",))
+
+
+def resolve(config: Config) -> Config:
+    """Fills in what ``auto`` and the empty value stand for, so that what is written down says what ran. Resolving twice changes nothing."""
+    update: dict[str, object] = {"device": "cpu", "recipe": "float32", "gpus": 0}
+    evaluation = config.eval
+    if isinstance(config, GrpoConfig):
+        rollouts, loss = config.rollouts, config.loss
+        room = config.sequence_len - rollouts.max_completion_length
+        update["rollouts"] = rollouts.model_copy(
+            update={
+                "engine": "native" if rollouts.engine == "auto" else rollouts.engine,
+                "max_prompt_length": rollouts.max_prompt_length or room,
+            }
+        )
+        if loss.mismatch == "auto":
+            update["loss"] = loss.model_copy(update={"mismatch": "none"})
+        if evaluation is not None:
+            update["eval"] = evaluation.model_copy(
+                update={
+                    "rewards": evaluation.rewards or config.rewards,
+                    "max_completion_length": evaluation.max_completion_length or rollouts.max_completion_length,
+                }
+            )
+    elif evaluation is not None and evaluation.rewards and evaluation.max_completion_length is None:
+        length = min(DEFAULT_EVAL_COMPLETION, max(1, config.sequence_len // 2))
+        update["eval"] = evaluation.model_copy(update={"max_completion_length": length})
+    return config.model_copy(update=update)
+
+
+def dump_config(config: TrainConfig) -> str:
+    """YAML with every key, defaults included."""
+    return dump(config.model_dump(mode="python"))
+
+
+def write_resolved(config: TrainConfig, path: str | os.PathLike[str]) -> None:
+    """Writes `dump_config` to a file that `load_config` reads back to the same configuration; never leaves half a file."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    aside.write_text(dump_config(config), encoding="utf-8")
+    aside.replace(target)
