@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,6 +58,99 @@ class PackedBatch:
         """int32 [T]: the segment that each token belongs to."""
         return np.repeat(np.arange(self.num_sequences, dtype=np.int32), np.diff(self.cu_seqlens))
 
+    def trained_per_sequence(self) -> NDArray[np.int64]:
+        """int64 [S]: trained tokens of each segment."""
+        return np.bincount(self.segment_of_token()[self.mask], minlength=self.num_sequences).astype(np.int64)
+
+    def pairs(self) -> NDArray[np.int64]:
+        """int64 [P, 2]: the segments of each pair, the chosen one first; pairs in the order of their chosen segments.
+
+        Raises:
+            ValueError: there are no pair numbers, or a number does not occur exactly twice.
+        """
+        if self.pair is None:
+            raise ValueError("PackedBatch.pair: a preference loss needs pairs, but the batch carries no pair numbers")
+        numbers, counts = np.unique(self.pair, return_counts=True)
+        if (counts != 2).any():
+            worst = int(np.argmax(counts != 2))
+            found = f"pair {int(numbers[worst])} has {int(counts[worst])} segment(s)"
+            raise ValueError(f"PackedBatch.pair: {found}, expected 2 (chosen, rejected)")
+        rows = np.argsort(self.pair, kind="stable").reshape(-1, 2).astype(np.int64)
+        return rows[np.argsort(rows[:, 0], kind="stable")]
+
+    def validate(self) -> None:
+        """Checks that the arrays fit each other. Costs O(T).
+
+        Raises:
+            ValueError: names the array, what it holds and what was expected.
+        """
+        tokens, sequences = _check_layout(self)
+        _check_targets(self)
+        for name, array in self.per_token.items():
+            _check_array(f"per_token[{name!r}]", array, np.float32, tokens)
+            bad = self.mask & ~np.isfinite(array)
+            if bad.any():
+                row = int(np.argmax(bad))
+                raise ValueError(f"PackedBatch.per_token[{name!r}]: {array[row]} at trained position {row}, expected a finite number")
+        for name, array in self.per_sequence.items():
+            _check_array(f"per_sequence[{name!r}]", array, np.float32, sequences)
+            if not np.isfinite(array).all():
+                row = int(np.argmax(~np.isfinite(array)))
+                raise ValueError(f"PackedBatch.per_sequence[{name!r}]: {array[row]} for segment {row}, expected a finite number")
+        if self.pair is not None:
+            _check_array("pair", self.pair, np.int32, sequences)
+            self.pairs()
+        if self.ids is not None:
+            _check_array("ids", self.ids, np.int64, sequences)
+            if np.unique(self.ids).size != sequences:
+                raise ValueError("PackedBatch.ids: a number occurs twice, expected each sequence to have its own")
+
+
+def _check_array(name: str, array: NDArray[np.generic], dtype: type[np.generic], length: int) -> None:
+    if array.ndim != 1 or array.shape[0] != length:
+        raise ValueError(f"PackedBatch.{name}: shape {array.shape}, expected ({length},)")
+    if array.dtype != np.dtype(dtype):
+        raise ValueError(f"PackedBatch.{name}: dtype {array.dtype}, expected {np.dtype(dtype)}")
+
+
+def _check_layout(batch: PackedBatch) -> tuple[int, int]:
+    if batch.tokens.ndim != 1:
+        raise ValueError(f"PackedBatch.tokens: shape {batch.tokens.shape}, expected one dimension")
+    if batch.cu_seqlens.ndim != 1 or batch.cu_seqlens.shape[0] < 1:
+        raise ValueError(f"PackedBatch.cu_seqlens: shape {batch.cu_seqlens.shape}, expected (segments + 1,)")
+    tokens, sequences = batch.num_tokens, batch.num_sequences
+    _check_array("tokens", batch.tokens, np.int32, tokens)
+    _check_array("cu_seqlens", batch.cu_seqlens, np.int32, sequences + 1)
+    _check_array("positions", batch.positions, np.int32, tokens)
+    _check_array("targets", batch.targets, np.int32, tokens)
+    _check_array("mask", batch.mask, np.bool_, tokens)
+    if batch.cu_seqlens[0] != 0 or batch.cu_seqlens[-1] != tokens:
+        ends = f"{int(batch.cu_seqlens[0])} to {int(batch.cu_seqlens[-1])}"
+        raise ValueError(f"PackedBatch.cu_seqlens: runs from {ends}, expected 0 to {tokens}, the number of tokens")
+    if (np.diff(batch.cu_seqlens) <= 0).any():
+        raise ValueError("PackedBatch.cu_seqlens: must increase strictly (a segment has at least one token)")
+    starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
+    if (batch.positions != np.arange(tokens) - starts).any():
+        raise ValueError("PackedBatch.positions: must count from 0 within each segment")
+    return tokens, sequences
+
+
+def _check_targets(batch: PackedBatch) -> None:
+    has_target = batch.targets != NO_TARGET
+    if (has_target & (batch.targets < 0)).any():
+        row = int(np.argmax(has_target & (batch.targets < 0)))
+        raise ValueError(f"PackedBatch.targets: {int(batch.targets[row])} at position {row}, expected a token id or {NO_TARGET}")
+    if has_target[batch.cu_seqlens[1:] - 1].any():
+        raise ValueError("PackedBatch.targets: the last position of a segment has a target, which belongs to another segment")
+    rows = np.flatnonzero(has_target)
+    wrong = batch.targets[rows] != batch.tokens[rows + 1]
+    if wrong.any():
+        row = int(rows[np.argmax(wrong)])
+        found = f"{int(batch.targets[row])} at position {row}"
+        raise ValueError(f"PackedBatch.targets: {found}, but the next token is {int(batch.tokens[row + 1])}")
+    if (batch.mask & ~has_target).any():
+        raise ValueError(f"PackedBatch.mask: true at position {int(np.argmax(batch.mask & ~has_target))}, which has no target")
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -70,8 +163,44 @@ class Totals:
         sequences: sequences that take part (for GRPO: scored completions; masking a truncated one does not lower it
             where TRL's would not).
         pairs: preference pairs.
+        chosen_tokens: trained tokens of the chosen sequences of the pairs.
     """
 
     tokens: int
     sequences: int
     pairs: int = 0
+    chosen_tokens: int = 0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(
+            self.tokens + other.tokens,
+            self.sequences + other.sequences,
+            self.pairs + other.pairs,
+            self.chosen_tokens + other.chosen_tokens,
+        )
+
+    @staticmethod
+    def of(batches: Iterable[PackedBatch], *, mask_truncated: bool = False) -> Totals:
+        """Counts one rank's share of the step; `+` adds the ranks'.
+
+        A sequence takes part if it has a trained token, a pair if either of its sequences has one.
+
+        Args:
+            mask_truncated: leave the tokens of truncated sequences out (``per_sequence["truncated"]``). Such a sequence
+                still counts as one, as in TRL: a step with many of them learns less, it does not learn louder.
+        """
+        total = Totals(0, 0)
+        for batch in batches:
+            trained = batch.trained_per_sequence()
+            tokens = trained
+            if mask_truncated:
+                if "truncated" not in batch.per_sequence:
+                    raise ValueError('mask_truncated_completions needs per_sequence["truncated"] (0 or 1 for each sequence)')
+                tokens = np.where(batch.per_sequence["truncated"] > 0, 0, trained)
+            pairs = chosen = 0
+            if batch.pair is not None:
+                rows = batch.pairs()
+                pairs = int((trained[rows].sum(axis=1) > 0).sum())
+                chosen = int(trained[rows[:, 0]].sum())
+            total = total + Totals(int(tokens.sum()), int((trained > 0).sum()), pairs, chosen)
+        return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from surogate_rl.batch import PackedBatch, Totals
 
 Unit = Literal["token", "sequence", "pair", "step"]
+Metrics = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,56 @@ class Loss:
     Attributes:
         total: float32 scalar that autograd can differentiate with respect to ``stats.logp`` (and ``stats.entropy``).
         metrics: name -> (sum, weight). Sums and weights are added up over micro-batches and ranks; what is shown is sum / weight.
+            Of a name that ends in ``/max`` or ``/min`` the sum is an extreme, and the greatest or least one is shown.
     """
 
     total: torch.Tensor
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 class Objective(Protocol):
     """Attributes:
     unit: what must be seen together. Packing never splits one; ``step`` is the whole optimiser step.
     needs_entropy: whether ``stats.entropy`` is wanted.
+    needs_reference: whether the reference's log-probabilities are wanted (``per_token["reference_logp"]``).
+    mask_truncated: whether the tokens of truncated sequences are left out of `Totals.tokens`.
     """
 
-    unit: Unit
-    needs_entropy: bool
+    @property
+    def unit(self) -> Unit: ...
+    @property
+    def needs_entropy(self) -> bool: ...
+    @property
+    def needs_reference(self) -> bool: ...
+    @property
+    def mask_truncated(self) -> bool: ...
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, totals: Totals) -> Loss: ...
+
+
+def totals_of(objective: Objective, batches: Iterable[PackedBatch]) -> Totals:
+    """Counts what one rank's micro-batches of a step hold, as this objective counts it. Ranks add theirs with `+`."""
+    return Totals.of(batches, mask_truncated=objective.mask_truncated)
+
+
+def merge_metrics(parts: Iterable[Metrics]) -> dict[str, tuple[float, float]]:
+    """Adds up the metrics of micro-batches or ranks. Parts with weight 0 say nothing and are left out."""
+    merged: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (value, weight) in part.items():
+            if weight == 0:
+                continue
+            if name not in merged:
+                merged[name] = (value, weight)
+            elif name.endswith("/max"):
+                merged[name] = (max(merged[name][0], value), weight)
+            elif name.endswith("/min"):
+                merged[name] = (min(merged[name][0], value), weight)
+            else:
+                merged[name] = (merged[name][0] + value, merged[name][1] + weight)
+    return merged
+
+
+def mean_metrics(parts: Iterable[Metrics]) -> dict[str, float]:
+    """What is shown: sum / weight over all parts (the extreme for ``/max`` and ``/min``). Names without any weight are left out."""
+    return {name: value / weight for name, (value, weight) in merge_metrics(parts).items()}
