@@ -108,7 +108,15 @@ class TensorInfo:
 
 
 def _options(
-    spec: _core.ModelSpec, *, max_tokens: int, threads: int, trainable: bool, recompute: bool, lora: LoraSettings | None, seed: int, memory_limit: int
+    spec: _core.ModelSpec,
+    *,
+    max_tokens: int,
+    threads: int,
+    trainable: bool,
+    recompute: bool,
+    lora: LoraSettings | None,
+    seed: int,
+    memory_limit: int,
 ) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -154,7 +162,14 @@ class Learner:
         memory_limit: int = 0,
     ) -> None:
         options = _options(
-            spec, max_tokens=max_tokens, threads=threads, trainable=trainable, recompute=recompute, lora=lora, seed=seed, memory_limit=memory_limit
+            spec,
+            max_tokens=max_tokens,
+            threads=threads,
+            trainable=trainable,
+            recompute=recompute,
+            lora=lora,
+            seed=seed,
+            memory_limit=memory_limit,
         )
         self.spec = spec
         self.max_tokens = max_tokens
@@ -168,12 +183,24 @@ class Learner:
         spec: _core.ModelSpec,
         *,
         max_tokens: int,
+        threads: int = 0,
         trainable: bool = True,
         recompute: bool = False,
         lora: LoraSettings | None = None,
+        seed: int = 0,
+        memory_limit: int = 0,
     ) -> list[tuple[str, int]]:
-        """What such a learner would take, part by part in bytes, without taking it."""
-        options = _options(spec, max_tokens=max_tokens, threads=0, trainable=trainable, recompute=recompute, lora=lora, seed=0, memory_limit=0)
+        """What a learner made with the same arguments would take, part by part in bytes, without taking it."""
+        options = _options(
+            spec,
+            max_tokens=max_tokens,
+            threads=threads,
+            trainable=trainable,
+            recompute=recompute,
+            lora=lora,
+            seed=seed,
+            memory_limit=memory_limit,
+        )
         return _core.Learner.plan(spec, **options)
 
     @property
@@ -227,7 +254,9 @@ class Learner:
     ) -> StepStats:
         """One AdamW update (decay on matrices only), after clipping to ``max_grad_norm`` (0: none); the gradients are zero afterwards.
         A gradient norm that is not finite changes nothing else and is reported as ``applied = False``."""
-        stats = self.native.step(lr, max_grad_norm=max_grad_norm, beta1=betas[0], beta2=betas[1], epsilon=epsilon, weight_decay=weight_decay)
+        stats = self.native.step(
+            lr, max_grad_norm=max_grad_norm, beta1=betas[0], beta2=betas[1], epsilon=epsilon, weight_decay=weight_decay
+        )
         return StepStats(float(stats.grad_norm), bool(stats.applied), int(stats.step))
 
     def zero_gradients(self) -> None:
@@ -243,6 +272,12 @@ class Learner:
     def tensors(self) -> list[TensorInfo]:
         """Every weight and adapter matrix, in the core's order."""
         return list(self._tensors.values())
+
+    def weights(self) -> Iterator[tuple[str, F32]]:
+        """Streams (name, copy) of every weight, adapters apart: what :meth:`load_weights` of another learner takes."""
+        for info in self._tensors.values():
+            if not info.is_adapter:
+                yield info.name, self.native.export(info.name)
 
     def export(self, name: str) -> F32:
         """A copy of one weight or adapter matrix."""
@@ -282,7 +317,9 @@ class Learner:
             self.load(name, value)
             seen.add(name)
         if missing := sorted(wanted - seen):
-            raise ValueError(f"load_weights: {len(missing)} weight(s) did not come: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+            raise ValueError(
+                f"load_weights: {len(missing)} weight(s) did not come: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+            )
 
     def snapshot_adapter(self) -> None:
         """Takes the present adapter as the initial one, which ``score(adapter="initial")`` uses from now on."""

@@ -27,8 +27,8 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # Settings of a PEFT config that do not change what a loaded adapter computes, or that are read by name.
 _NEUTRAL = {
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r", "target_modules",
-    "exclude_modules", "lora_alpha", "lora_dropout", "megatron_core", "qalora_group_size", "init_lora_weights", "layers_to_transform",
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "megatron_core", "qalora_group_size", "init_lora_weights", "layers_to_transform",
     "layers_pattern", "eva_config", "lora_ga_config", "runtime_config", "ensure_weight_tying",
 }  # fmt: skip
 _OFF: tuple[Any, ...] = (None, False, "none", "", 0, {}, [])
@@ -37,7 +37,7 @@ _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def file_name(core_name: str) -> str:
-    """PEFT's name of an adapter matrix: ``layers.0.self_attn.q_proj.lora_A`` -> ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``."""
+    """PEFT's name of an adapter matrix: ``layers.0...q_proj.lora_A`` -> ``base_model.model.model.layers.0...q_proj.lora_A.weight``."""
     return f"base_model.model.{Family.file_name(core_name)}.weight"
 
 
@@ -96,7 +96,9 @@ def adapter_settings(directory: str | Path) -> LoraSettings:
     targets = sorted({name.rsplit(".", 3)[-3] for name in _headers(directory)})
     unknown = [name for name in targets if name not in LORA_TARGETS]
     if unknown:
-        raise ModelError(f"{directory / WEIGHTS_FILE}: adapters on {', '.join(unknown)} are not supported; supported are {', '.join(LORA_TARGETS)}")
+        raise ModelError(
+            f"{directory / WEIGHTS_FILE}: adapters on {', '.join(unknown)} are not supported; supported are {', '.join(LORA_TARGETS)}"
+        )
     return LoraSettings(config["r"], float(config["lora_alpha"]), [name for name in LORA_TARGETS if name in targets])
 
 
@@ -123,7 +125,9 @@ def load_adapter(learner: Learner, directory: str | Path) -> None:
         )
     for name, info in expected.items():
         if headers[name] != info.shape:
-            raise ModelError(f"{directory / WEIGHTS_FILE}: {name}: expected {list(info.shape)}, got {list(headers[name])}; is it of this base model?")
+            raise ModelError(
+                f"{directory / WEIGHTS_FILE}: {name}: expected {list(info.shape)}, got {list(headers[name])}; is it of this base model?"
+            )
     values: dict[str, F32] = {}
     with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
         for name, info in expected.items():
@@ -150,7 +154,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; only LORA")
     for key, value in config.items():
         if key not in _NEUTRAL and value not in _OFF:
-            raise ModelError(f"{path}: {key} = {value!r} is not supported; only plain LoRA (no rslora, dora, bias, modules_to_save or patterns)")
+            raise ModelError(
+                f"{path}: {key} = {value!r} is not supported; only plain LoRA (no rslora, dora, bias, modules_to_save or patterns)"
+            )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
         raise ModelError(f"{path}: init_lora_weights = {start!r} changes the base weights as well; convert the adapter to plain LoRA first")
@@ -176,7 +182,9 @@ def _check_config(directory: Path, learner: Learner) -> None:
     if settings.rank != learner.lora.rank:
         raise ModelError(f"{path}: rank {settings.rank} differs from lora_rank {learner.lora.rank}; set lora_rank: {settings.rank}")
     if settings.alpha != float(learner.lora.alpha):
-        raise ModelError(f"{path}: lora_alpha {settings.alpha:g} differs from lora_alpha {learner.lora.alpha:g}; set lora_alpha: {settings.alpha:g}")
+        raise ModelError(
+            f"{path}: lora_alpha {settings.alpha:g} differs from lora_alpha {learner.lora.alpha:g}; set lora_alpha: {settings.alpha:g}"
+        )
     ours = learner.lora.resolve(tied=learner.spec.tied)
     if tuple(settings.targets) != ours:
         raise ModelError(

@@ -77,7 +77,9 @@ def common_fields(config: PretrainedConfig, raw: Mapping[str, Any]) -> SpecField
     head_dim = raw.get("head_dim") or getattr(config, "head_dim", None)
     if head_dim is None:
         if config.hidden_size % heads:
-            raise ModelError(f"config.json: no head_dim, and hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads}")
+            raise ModelError(
+                f"config.json: no head_dim, and hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads}"
+            )
         head_dim = config.hidden_size // heads
     rope = make_rope(rope_parameters(raw), head_dim=head_dim, max_positions=config.max_position_embeddings)
     return {
@@ -115,11 +117,14 @@ def windows_by_layer_type(config: PretrainedConfig) -> list[int]:
             if not config.sliding_window:
                 raise ModelError(
                     f"config.json: layer_types[{index}] is sliding_attention, but there is no sliding window "
-                    f"(use_sliding_window = {config.use_sliding_window}, sliding_window = {config.sliding_window}); set both or make the layer full_attention"
+                    f"(use_sliding_window = {config.use_sliding_window}, sliding_window = {config.sliding_window}); "
+                    "set both, or make the layer full_attention"
                 )
             windows.append(int(config.sliding_window))
         else:
-            raise ModelError(f"config.json: layer_types[{index}] = {kind!r} is not supported; supported are full_attention, sliding_attention")
+            raise ModelError(
+                f"config.json: layer_types[{index}] = {kind!r} is not supported; supported are full_attention, sliding_attention"
+            )
     return windows
 
 

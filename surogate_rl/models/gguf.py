@@ -43,7 +43,9 @@ def gguf_config(path: Path) -> PretrainedConfig:
 
 
 def converted_gguf(path: Path) -> Path:
-    """The directory that holds `path`'s model in float32, made on the first call. The key is the content's hash, so a changed file is converted anew.
+    """The directory that holds `path`'s model in float32, made on the first call.
+
+    The key is the content's hash, so that a changed file is converted anew.
 
     Raises:
         ModelError: ``gguf`` or ``accelerate`` is not installed, or transformers cannot unpack the file.
@@ -77,11 +79,17 @@ def _convert(path: Path, directory: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True)
     except Exception as error:
         raise ModelError(f"{path}: transformers cannot unpack this GGUF file ({_first_line(error)})") from error
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if not (name == "lm_head.weight" and model.config.tie_word_embeddings)}
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if not (name == "lm_head.weight" and model.config.tie_word_embeddings)
+    }
     packed = sorted(name for name, tensor in tensors.items() if tensor.dtype != torch.float32)
     if packed:
-        raise ModelError(f"{path}: transformers left {len(packed)} tensor(s) packed ({packed[0]}); give a GGUF file of another quantisation type")
-    write_safetensors(directory / "model.safetensors", {name: tuple(t.shape) for name, t in tensors.items()}, lambda name: tensors[name].numpy())
+        raise ModelError(
+            f"{path}: transformers left {len(packed)} tensor(s) packed ({packed[0]}); give a GGUF file of another quantisation type"
+        )
+    write_safetensors(
+        directory / "model.safetensors", {name: tuple(t.shape) for name, t in tensors.items()}, lambda name: tensors[name].numpy()
+    )
     config = plain_config(model.config) | {"architectures": [type(model).__name__], "dtype": "float32"}
     tokenizer.save_pretrained(directory)
     if model.generation_config is not None:

@@ -105,12 +105,17 @@ def _describe_directory(directory: Path) -> _Described:
     return _Described(directory, family, config, fields)
 
 
-def inspect_model(path: str, *, init: Literal["pretrained", "random"] = "pretrained") -> ModelInfo:
-    """What a model is, from its config; weights and tokenizer are not read (a hub id's config is downloaded if need be).
+def inspect_model(path: str, *, tokenizer: str | None = None, init: Literal["pretrained", "random"] = "pretrained") -> ModelInfo:
+    """What a model is, from its config; no weights are read (a hub id's config is downloaded if need be).
+
+    Args:
+        tokenizer: if given, checked to be usable.
 
     Raises:
         ModelError: as :func:`load_model`.
     """
+    if tokenizer is not None:
+        load_tokenizer(tokenizer)
     local = Path(path).expanduser()
     if is_gguf(path) and local.is_file():
         config = gguf_config(local)
@@ -136,16 +141,16 @@ def load_model(
     """Finds a model, checks it whole, and prepares its weights to be streamed.
 
     Args:
-        path: a directory in Hugging Face form (safetensors, sharded or not; bf16, fp16 or fp32), a hub id, or a GGUF file, which is unpacked
-            once into the user's cache.
+        path: a directory in Hugging Face form (safetensors, sharded or not; bf16, fp16 or fp32), a hub id, or a GGUF file, which is
+            unpacked once into the user's cache.
         tokenizer: directory or hub id, if not the model's own.
         chat_template: Jinja text or a file, if not the tokenizer's own.
         init: ``random``: fresh weights by the config's ``initializer_range``; only config.json and a tokenizer are needed.
         seed: of the fresh weights.
 
     Raises:
-        ModelError: there is no such model; its family or one of its options is not supported; a file, shard or tensor is missing, damaged or
-            of the wrong shape; or there is no usable tokenizer.
+        ModelError: there is no such model; its family or one of its options is not supported; a file, shard or tensor is missing, damaged
+            or of the wrong shape; or there is no usable tokenizer.
     """
     if init not in ("pretrained", "random"):
         raise ModelError(f"init must be 'pretrained' or 'random', got {init!r}")
@@ -155,7 +160,9 @@ def load_model(
     config, fields = described.config, described.fields
     source: WeightSource
     if init == "random":
-        source = RandomWeights(weight_shapes(fields), initializer_range=float(getattr(config, "initializer_range", None) or 0.02), seed=seed)
+        source = RandomWeights(
+            weight_shapes(fields), initializer_range=float(getattr(config, "initializer_range", None) or 0.02), seed=seed
+        )
     else:
         checkpoint = Checkpoint(directory)
         if fields["tied"] and not head_is_tied(checkpoint, True):
@@ -165,7 +172,9 @@ def load_model(
         source = SafetensorsWeights(checkpoint, weight_shapes(fields))
     spec = _core.ModelSpec(**fields)
     loaded_tokenizer = load_tokenizer(
-        tokenizer if tokenizer is not None else str(directory), chat_template=chat_template, why="" if tokenizer is not None else " beside the model"
+        tokenizer if tokenizer is not None else str(directory),
+        chat_template=chat_template,
+        why="" if tokenizer is not None else " beside the model",
     )
     generation = _generation_config(directory)
     return LoadedModel(

@@ -47,8 +47,8 @@ def _from_hub(repo: str, *, weights: bool) -> Path:
         offline = " HF_HUB_OFFLINE is set and it is not in the local cache;" if constants.HF_HUB_OFFLINE else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"model {repo!r}: there is no such directory here, and the Hugging Face hub could not give it;{offline} check the spelling, the network "
-            f"and (for a gated model) your login, or give the path of a local directory or GGUF file ({reason})"
+            f"model {repo!r}: there is no such directory here, and the Hugging Face hub could not give it;{offline} check the spelling, "
+            f"the network and (for a gated model) your login, or give the path of a local directory or GGUF file ({reason})"
         ) from error
 
 

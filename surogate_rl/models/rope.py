@@ -1,7 +1,7 @@
 """Rotary position embedding: from a Hugging Face config to inverse frequencies.
 
-Each kind is computed in float32 with the operations that transformers uses, so that the frequencies have the same bits and log-probabilities
-of long sequences do not drift apart.
+Each kind is computed in float32 with the operations that transformers uses, so that the frequencies have the same bits and
+log-probabilities of long sequences do not drift apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Rope:
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings of a config.json as one flat dict with ``rope_type`` and ``rope_theta``.
 
-    Newer configs keep everything inside ``rope_parameters``, older ones have ``rope_theta`` and ``rope_scaling`` at the top level; both are read.
+    Newer configs keep everything inside ``rope_parameters``, older ones have ``rope_theta`` and ``rope_scaling`` at the top level; both
+    are read.
 
     Raises:
         ModelError: there is no ``rope_theta`` in either place, or the settings differ between layers.
@@ -41,7 +42,9 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(f"config.json: rope_parameters must be a mapping, got {inner!r}")
     nested = sorted(key for key, value in inner.items() if isinstance(value, Mapping))
     if nested:
-        raise ModelError(f"config.json: rope_parameters per layer type ({', '.join(nested)}) are not supported; only one rotation for all layers")
+        raise ModelError(
+            f"config.json: rope_parameters per layer type ({', '.join(nested)}) are not supported; only one rotation for all layers"
+        )
     parameters = dict(inner)
     parameters["rope_type"] = parameters.get("rope_type") or parameters.pop("type", None) or "default"
     theta = parameters.get("rope_theta", config.get("rope_theta"))

@@ -25,7 +25,9 @@ MAX_SHARD_BYTES = 5_000_000_000
 SAVED_MARKERS = ("config.json", "adapter_config.json")
 
 
-def save_model(learner: Learner, loaded: LoadedModel, directory: str | Path, *, merge_adapter: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_model(
+    learner: Learner, loaded: LoadedModel, directory: str | Path, *, merge_adapter: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Saves the learner's weights in Hugging Face form: config, generation config, tokenizer and float32 safetensors.
 
     Weights are saved in float32, the dtype they were trained in, whatever the checkpoint had: rounding them would lose small updates.
@@ -43,7 +45,9 @@ def save_model(learner: Learner, loaded: LoadedModel, directory: str | Path, *, 
     """
     names = {info.name: info for info in learner.tensors() if not info.is_adapter}
     if learner.lora is not None and not merge_adapter:
-        raise ModelError("save_model: this learner trains an adapter, which the weights alone do not hold; use save_adapter, or merge_adapter=True")
+        raise ModelError(
+            "save_model: this learner trains an adapter, which the weights alone do not hold; use save_adapter, or merge_adapter=True"
+        )
     shapes: dict[str, Shape] = {Family.file_name(name): info.shape for name, info in names.items()}
     core_names = {Family.file_name(name): name for name in names}
 
@@ -113,6 +117,10 @@ def _check_reloads(directory: Path, learner: Learner) -> None:
     fields = fields | {"tied": head_is_tied(checkpoint, fields["tied"])}
     for key, value in fields.items():
         trained = getattr(learner.spec, key)
-        if not np.allclose(np.asarray(trained, float), np.asarray(value, float), rtol=1e-6, atol=0) if key != "activation" else trained != value:
+        if (
+            not np.allclose(np.asarray(trained, float), np.asarray(value, float), rtol=1e-6, atol=0)
+            if key != "activation"
+            else trained != value
+        ):
             raise ModelError(f"save_model: {key} is {trained} in the learner but would be saved as {value}; is this learner of this model?")
     SafetensorsWeights(checkpoint, {info.name: info.shape for info in learner.tensors() if not info.is_adapter})

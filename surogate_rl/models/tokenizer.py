@@ -27,7 +27,9 @@ def load_tokenizer(path: str, *, chat_template: str | None = None, why: str = ""
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers raises anything from OSError to KeyError for a directory without a usable tokenizer
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{directory}: no usable tokenizer{why}; set tokenizer: to a directory or hub id that has one ({reason})") from error
+        raise ModelError(
+            f"{directory}: no usable tokenizer{why}; set tokenizer: to a directory or hub id that has one ({reason})"
+        ) from error
     if not tokenizer.get_vocab():
         raise ModelError(f"{directory}: the tokenizer has no vocabulary{why}; set tokenizer: to a directory or hub id that has one")
     if chat_template is not None:
@@ -71,11 +73,17 @@ def count_ids(tokenizer: PreTrainedTokenizerBase, vocab: int) -> int:
     count = max(tokenizer.get_vocab().values()) + 1
     if count > vocab:
         extra = sorted(token for token, index in tokenizer.get_vocab().items() if index >= vocab)
-        logger.warning("the tokenizer has %d token(s) without a row in the embedding (%s); text that holds them is refused", len(extra), ", ".join(extra[:3]))
+        logger.warning(
+            "the tokenizer has %d token(s) without a row in the embedding (%s); text that holds them is refused",
+            len(extra),
+            ", ".join(extra[:3]),
+        )
     return min(count, vocab)
 
 
-def find_stop_ids(config: PretrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, vocab: int) -> tuple[int, ...]:
+def find_stop_ids(
+    config: PretrainedConfig, generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, vocab: int
+) -> tuple[int, ...]:
     """Every id that ends a completion: of the config, the generation config, the tokenizer's eos, and what its chat template puts after an
     assistant's turn. The padding id plays no part, so that a model whose padding is its eos still stops."""
     found: set[int] = set()

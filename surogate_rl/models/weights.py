@@ -84,7 +84,9 @@ class Checkpoint:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     view = file.get_slice(name)
                     if name in self.headers:
-                        raise ModelError(f"{path}: tensor {name} is also in {self.headers[name][0].name}; the checkpoint is damaged, get it again")
+                        raise ModelError(
+                            f"{path}: tensor {name} is also in {self.headers[name][0].name}; the checkpoint is damaged, get it again"
+                        )
                     self.headers[name] = (path, view.get_dtype(), tuple(view.get_shape()))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: not a readable safetensors file ({error}); it may be cut short, get it again") from error
@@ -103,7 +105,8 @@ class Checkpoint:
 
 
 def head_is_tied(checkpoint: Checkpoint, tied: bool) -> bool:
-    """Whether the head is the embedding by what the files hold: a head that differs from the embedding is kept, whatever the config says."""
+    """Whether the head is the embedding by what the files hold: a head that differs from the embedding is kept, whatever
+    the config says."""
     embedding, head = Family.file_name("embed_tokens.weight"), "lm_head.weight"
     if not tied or head not in checkpoint.headers or embedding not in checkpoint.headers:
         return tied
@@ -147,7 +150,10 @@ class SafetensorsWeights:
         if got != shape:
             raise ModelError(f"{path}: tensor {name}: expected shape {list(shape)} from config.json, got {list(got)}")
         if dtype not in _FLOATS:
-            raise ModelError(f"{path}: tensor {name} is stored as {dtype}; supported are {', '.join(sorted(_FLOATS))}: give a checkpoint that is not quantised")
+            raise ModelError(
+                f"{path}: tensor {name} is stored as {dtype}; supported are {', '.join(sorted(_FLOATS))}; "
+                "give a checkpoint that is not quantised"
+            )
 
     def __call__(self) -> Iterator[tuple[str, F32]]:
         by_file: dict[Path, list[tuple[str, str]]] = {}
