@@ -29,6 +29,7 @@ class ModelSpec:
     rope_attention_scale: float
     windows: list[int]
     def __init__(self, **fields: Any) -> None: ...
+    def validate(self) -> None: ...  # ValueError that names the field
 
 class StepStats:
     grad_norm: float
@@ -42,7 +43,7 @@ class Learner:
         *,
         max_tokens: int,
         threads: int = 0,
-        head_rows: int = 256,
+        head_rows: int = 0,  # rows of logits alive at once; 0: as many as make 256 MiB
         trainable: bool = True,
         recompute: bool = False,
         lora_rank: int = 0,

@@ -58,14 +58,14 @@ struct Tensor {
     /// Rows [first, first + count) of a matrix.
     Tensor row_range(std::int64_t first, std::int64_t count) const {
         Tensor view = *this;
-        view.data = static_cast<char*>(data) + static_cast<std::size_t>(first * stride) * size_of(dtype);
+        if (data != nullptr) view.data = static_cast<char*>(data) + static_cast<std::size_t>(first * stride) * size_of(dtype);
         view.rows = count;
         return view;
     }
     /// Columns [first, first + count) of a matrix.
     Tensor column_range(std::int64_t first, std::int64_t count) const {
         Tensor view = *this;
-        view.data = static_cast<char*>(data) + static_cast<std::size_t>(first) * size_of(dtype);
+        if (data != nullptr) view.data = static_cast<char*>(data) + static_cast<std::size_t>(first) * size_of(dtype);
         view.columns = count;
         return view;
     }

@@ -13,7 +13,7 @@ namespace surogate {
 
 struct LearnerOptions {
     std::int64_t max_tokens = 0;        // of one micro-batch; all activations are planned for it
-    std::int64_t head_rows = 256;       // rows of logits alive at once
+    std::int64_t head_rows = 0;         // rows of logits alive at once; 0: as many as make 256 MiB, a number of the vocabulary's size alone
     bool trainable = true;              // false: forward only, no gradients and no optimiser (a reference model)
     bool recompute = false;             // keep a block's input only, compute its activations again in backward
     LoraOptions lora;
@@ -76,10 +76,16 @@ class Learner {
     /// dlogp, dentropy [T] (dentropy may be null): gradients of the loss; adds to the gradients and closes the pending pass
     void backward(const float* dlogp, const float* dentropy);
     TokenStats forward_backward(const Batch& batch, const PassOptions& options, const float* dlogp, const float* dentropy);
-    void discard_pending();  // closes the pending pass without a gradient
+    std::int64_t pending_tokens() const;  // T of the pending pass, -1 without one
+    void discard_pending();               // closes the pending pass without a gradient
 
     StepStats step(const StepOptions& options);
     void zero_gradients();
+
+    /// Host values, dense, into the weight or adapter of that name. The name must exist, and no pass be pending.
+    void load(const std::string& name, const float* values);
+    /// The tensor of that name out of `tensors()`, `gradients()` or `optimizer_state()`, or an error that names `op` and what there is.
+    static const NamedTensor& find(const std::vector<NamedTensor>& tensors, const char* op, const std::string& name);
 
     /// Weights and adapters, "embed_tokens.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.lora_A", ...
     const std::vector<NamedTensor>& tensors() const;
@@ -89,7 +95,8 @@ class Learner {
     const std::vector<NamedTensor>& optimizer_state() const;
     std::int64_t update_count() const;
     void set_update_count(std::int64_t count);
-    /// Takes the present adapter as the initial one (AdapterUse::Initial); until then a fresh one counts as off.
+    /// Takes the present adapter as the initial one (AdapterUse::Initial). Until then the initial one is the fresh one, which is as good as off;
+    /// but after an adapter was loaded, AdapterUse::Initial is an error until this was called.
     void snapshot_adapter();
 
     const ModelSpec& spec() const;

@@ -36,6 +36,7 @@ struct ModelWeights {
     Tensor final_norm;  // [C]
     Tensor head;        // [V, C]; the embedding itself if tied
     Adapter head_lora;
+    Tensor rope_cos, rope_sin;  // [max_positions, D/2]; not trained, the same for every layer
 };
 
 /// A tensor that Python can load and export by name: a view of a weight, of its gradient, or of optimiser state.
@@ -43,6 +44,7 @@ struct NamedTensor {
     std::string name;
     Tensor tensor;
     bool trainable = false;
+    bool is_vector = false;  // its shape is [columns]
 };
 
 }  // namespace surogate

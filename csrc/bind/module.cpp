@@ -1,0 +1,20 @@
+#include "backend/cpu/gemm.h"
+#include "bind/bind.h"
+#include "core/error.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_core, module) {
+    module.doc() = "The native core. Arrays are C-contiguous numpy arrays; what a call returns is an owned copy; calls release the GIL.";
+
+    py::register_local_exception_translator([](std::exception_ptr error) {
+        try {
+            if (error) std::rethrow_exception(error);
+        } catch (const surogate::OutOfMemory& e) {
+            PyErr_SetString(PyExc_MemoryError, e.what());
+        }
+    });
+
+    surogate::bind_learner(module);
+    module.def("blas_name", &surogate::blas_name, "The BLAS that does the matrix products, with its version where it tells one.");
+}

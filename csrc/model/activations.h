@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "model/arena.h"
+#include "model/learner.h"
+#include "model/spec.h"
+
+namespace surogate {
+
+/// What backward needs of one block, [T, ...] each, for the planned number of tokens or (by `first`) fewer.
+struct BlockActivations {
+    Tensor attention_in;     // [T, C], normed
+    Tensor attention_rstd;   // [T]
+    Tensor qkv;              // [T, (H+2K)*D], rotated
+    Tensor raw_qk, qk_rstd;  // [T, (H+K)*D], [T, H+K]; only with qk_norm
+    Tensor attention_out;    // [T, H*D]
+    Tensor lse;              // [T, H]
+    Tensor middle;           // [T, C], the residual stream between attention and MLP
+    Tensor mlp_in;           // [T, C], normed
+    Tensor mlp_rstd;         // [T]
+    Tensor gate_up;          // [T, 2F]
+    // Inputs times A of the adapters, [T, r] for each that is present, side by side.
+    Tensor qkv_low, o_low, gate_up_low, down_low;
+
+    BlockActivations first(std::int64_t tokens) const;
+};
+
+/// Buffers of a pass that outlive no block.
+struct Scratch {
+    Tensor activated;  // [T, F]
+    Tensor branch;     // [T, C]
+    // Backward only.
+    Tensor d_stream, d_branch;  // [T, C]
+    Tensor d_activated;         // [T, F]
+    Tensor d_gate_up;           // [T, 2F]
+    Tensor d_attention_out;     // [T, H*D]
+    Tensor d_qkv;               // [T, (H+2K)*D]
+    Tensor d_low;               // [T, 3r]
+
+    Scratch first(std::int64_t tokens) const;
+};
+
+/// Buffers of the LM head: one chunk of R rows, and numbers of all rows with a target.
+struct HeadBuffers {
+    Tensor rows, normed;    // [R, C]: gathered rows of the last block's output, and normed
+    Tensor rstd;            // [R]
+    Tensor logits;          // [R, V]
+    Tensor low;             // [R, r]
+    Tensor d_normed;        // [R, C]; backward only
+    Tensor d_rows;          // [R, C]
+    Tensor d_low;           // [R, r]
+    Tensor index, targets;  // [T] int32
+    Tensor logp, entropy, lse, d_logp, d_entropy;  // [T]
+};
+
+struct Activations {
+    Tensor tokens, positions;               // [T] int32
+    std::vector<Tensor> stream;             // the residual stream before each block and behind the last; a single one without a backward
+    std::vector<BlockActivations> blocks;   // one per layer, or a single one if nothing is kept
+    Scratch scratch;
+    HeadBuffers head;
+};
+
+/// Rows of logits alive at once: options.head_rows, or a number that depends on the vocabulary alone; never more than max_tokens.
+std::int64_t head_chunk_rows(const ModelSpec& spec, const LearnerOptions& options);
+
+Activations lay_out_activations(Arena& arena, const ModelSpec& spec, const LearnerOptions& options);
+
+/// The first `count` rows of a [T, ...] matrix.
+inline Tensor first_rows(const Tensor& tensor, std::int64_t count) {
+    return tensor.row_range(0, count);
+}
+/// The first `count` numbers of a vector.
+inline Tensor first_values(const Tensor& tensor, std::int64_t count) {
+    Tensor view = tensor.column_range(0, count);
+    view.stride = count;
+    return view;
+}
+
+}  // namespace surogate
