@@ -2,9 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 
 #include "backend/backend.h"
 #include "backend/cpu/kernels.h"
+#include "core/memory.h"
+#include "core/memory.h"
 #include "core/thread_pool.h"
 
 namespace surogate {
@@ -70,12 +73,15 @@ class CpuBackend final : public Backend {
     void decode_linear(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) override;
     void cache_write(const PagedCache& cache, const Tensor& qkv, const Tensor& slots, const AttentionShape& shape) override;
     void paged_attention(const Tensor& out, const Tensor& qkv, const PagedCache& cache, const AttentionShape& shape) override;
+    void sample(std::int32_t* tokens, float* logp, const Tensor& logits, const SampleRow* rows, std::int64_t valid_vocab) override;
 
     void synchronize() override {}
 
    private:
     ThreadPool pool_;
     const Kernels& kernels_;
+    std::mutex decode_mutex_;
+    AlignedBuffer decode_panels_;  // of decode_linear's x
 };
 
 }  // namespace surogate

@@ -47,9 +47,17 @@ void gemm(float* c, std::int64_t c_stride, const Operand& a, const Operand& b, s
 
 Pieces::Pieces(std::int64_t m_, std::int64_t n_) : m(m_), n(n_) {
     // Large enough for the BLAS to reach its full rate, small enough that several threads end at about the same time.
-    constexpr std::int64_t kRows = 256, kColumns = 512;
-    row_pieces = (m + kRows - 1) / kRows;
-    column_pieces = (n + kColumns - 1) / kColumns;
+    std::int64_t rows = 512, columns = 384;
+    const auto cut = [&] {
+        row_pieces = (m + rows - 1) / rows;
+        column_pieces = (n + columns - 1) / columns;
+    };
+    cut();
+    while (count() < 4 && std::max(rows, columns) > 128) {
+        // The side that is longer for this output; one below the tile's side already is one piece.
+        (std::min(rows, m) >= std::min(columns, n) ? rows : columns) /= 2;
+        cut();
+    }
 }
 
 Piece Pieces::operator[](std::int64_t index) const {

@@ -1,6 +1,7 @@
 #include "backend/cpu/kernels.h"
 
 #include <cstring>
+#include <initializer_list>
 
 namespace surogate {
 

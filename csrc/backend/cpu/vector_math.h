@@ -1,5 +1,5 @@
 // Vectors of SUROGATE_LANES floats for the kernels of one instruction set (see kernels_impl.h), through the compiler's vector extension, so
-// that the same lines serve every processor. Deliberately without include guard effects across sets: each set is its own translation unit.
+// that the same lines serve every processor. Each set is a translation unit of its own with its own namespace.
 #pragma once
 
 #include <cstdint>
