@@ -80,6 +80,9 @@ class CpuBackend final : public Backend {
    private:
     ThreadPool pool_;
     const Kernels& kernels_;
+    // Memory that all threads of one operation share; kept, because taking it afresh each time costs page faults.
+    std::mutex shared_mutex_;
+    AlignedBuffer shared_;
     std::mutex decode_mutex_;
     AlignedBuffer decode_panels_;  // of decode_linear's x
 };
