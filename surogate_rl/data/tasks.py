@@ -1,0 +1,94 @@
+"""Data sets into tasks for rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from surogate_rl.data.convert import Converter, Prompt
+from surogate_rl.data.detect import CHAT_COLUMNS, detect
+from surogate_rl.data.report import DataError, DataReport, DatasetReport, Loaded, UnusableRow, require_usable
+from surogate_rl.data.sources import open_source
+from surogate_rl.data.template import ChatTemplate, require_chat_template
+from surogate_rl.data.tokens import Tokens
+from surogate_rl.rollouts.types import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from surogate_rl.config.schema import DatasetConfig
+
+BATCH = 256
+REFERENCE = "reference"
+
+
+def load_tasks(
+    datasets: Sequence[DatasetConfig], tokenizer: PreTrainedTokenizerBase, *, max_prompt_length: int | None, seed: int = 0
+) -> Loaded[Task]:
+    """Tasks in the order of data sets and rows; prompts longer than `max_prompt_length` tokens are filtered out and counted.
+
+    Conversations are cut after the last message that is not the assistant's. Every other column goes to the rewards; an answer that the
+    row itself holds (`completion`, or the assistant's last message) is their column ``reference``, since ``completion`` is the policy's.
+    reasoning_gym rows have the columns ``question``, ``answer``, ``metadata``, ``entry`` (the whole entry, for `score_answer`) and
+    ``reasoning_gym`` ({task, args}).
+
+    `Task.index` counts rows over all data sets, filtered ones too, so that it is unique.
+
+    Raises:
+        FileNotFoundError: a local path that is not there.
+        DataError: a malformed row (named), rows of no usable type, or a data set of which nothing is left.
+    """
+    tokens, template = Tokens(tokenizer), ChatTemplate(tokenizer)
+    tasks: list[Task] = []
+    reports = []
+    offset = 0
+    for config in datasets:
+        source = open_source(config, seed)
+        row_type = detect(source, config.type, "grpo")
+        convert = Converter(row_type, label=source.label, chat=bool(tokenizer.chat_template), system_prompt=config.system_prompt)
+        report = DatasetReport(config.path, row_type)
+        rows = iter(enumerate(source))
+        while batch := list(islice(rows, BATCH)):
+            report.rows += len(batch)
+            made: list[tuple[Task, tuple[int, ...], str]] = []
+            for index, row in batch:
+                where = source.where(index)
+                prompt = convert.prompt(row, where)
+                task = Task(offset + index, prompt.messages, prompt.text, _columns(row, prompt), prompt.tools)
+                try:
+                    made.append((task, *_rendered(task, tokens, template)))
+                except UnusableRow as error:
+                    report.add_unusable(where, str(error))
+            tokens.prefetch(text for _, _, text in made)
+            for task, prefix, text in made:
+                length = len(prefix) + len(tokens.ids(text))
+                if length == 0:
+                    raise DataError(f"{source.where(task.index - offset)}: its prompt has no tokens")
+                if max_prompt_length is not None and length > max_prompt_length:
+                    report.overlong += 1
+                    continue
+                report.kept += 1
+                report.items += 1
+                report.tokens += length
+                tasks.append(task)
+        require_usable(report, "max_prompt_length", max_prompt_length, "prompt")
+        reports.append(report)
+        offset += len(source)
+    return Loaded(tasks, DataReport(tuple(reports)))
+
+
+def _rendered(task: Task, tokens: Tokens, template: ChatTemplate) -> tuple[tuple[int, ...], str]:
+    if task.messages is None:
+        assert task.prompt is not None
+        return tokens.plain(task.prompt)
+    require_chat_template(tokens.tokenizer)
+    return (), template.render(task.messages, task.tools, generation_prompt=True)
+
+
+def _columns(row: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
+    taken = {"prompt", "completion", "tools", *CHAT_COLUMNS}
+    columns = {name: value for name, value in row.items() if name not in taken}
+    if prompt.reference is not None:
+        columns.setdefault(REFERENCE, prompt.reference)
+    return columns
