@@ -244,8 +244,9 @@ def _meant(command: Command, section: KeyPath, key: str) -> str:
     alias = _ALIASES.get(folded)
     if alias in known:
         found.append(str(alias))
-    # Keys of a section written at the top, keys of the top written in a section; a list's sections (datasets) are no place for those.
-    elsewhere = [name for name in known if name.rpartition(".")[2] == folded and not name.startswith(("datasets.", "rewards.", "eval.datasets."))]
+    # A section's key written at the top, or the other way round; sections within lists (datasets) are not meant.
+    lists = ("datasets.", "rewards.", "eval.datasets.", "eval.rewards.")
+    elsewhere = [name for name in known if name.rpartition(".")[2] == folded and not name.startswith(lists)]
     found.extend(sorted(elsewhere, key=lambda name: (name.startswith("eval."), name)))
     if not found:
         close = nearest(key, keys_at(command, section), cutoff=0.65)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -38,7 +38,9 @@ def load_config(
 def load_config(
     path: str | os.PathLike[str], command: Literal["grpo"], overrides: Sequence[str] = ..., *, rewards_given: bool = ...
 ) -> GrpoConfig: ...
-def load_config(path: str | os.PathLike[str], command: Command, overrides: Sequence[str] = (), *, rewards_given: bool = False) -> TrainConfig:
+def load_config(
+    path: str | os.PathLike[str], command: Command, overrides: Sequence[str] = (), *, rewards_given: bool = False
+) -> TrainConfig:
     """Reads, checks and resolves a YAML file.
 
     Args:
@@ -92,6 +94,19 @@ def parse_config(
     return _check(source, command, overrides, None, rewards_given)
 
 
+def at_key(path: str | os.PathLike[str], overrides: Sequence[str], key: KeyPath, message: str) -> ConfigError:
+    """An error about one key that was found after loading, with its file and line or its ``--set``."""
+    name = os.fspath(path)
+    source = parse(_read(name))
+    _expand_shorthands(source.data, "grpo")
+    applied: list[tuple[KeyPath, str]] = []
+    for text in overrides:
+        where, value = set_.split(text)
+        set_.apply(source.data, where, value, text)
+        applied.append((where, text))
+    return ConfigError([_located(name, Problem(message, key), source, applied)])
+
+
 def _read(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8-sig")
@@ -105,7 +120,7 @@ def _read(name: str) -> str:
         raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from None
 
 
-def _check(source: Source, command: Command, overrides: Sequence[str], name: str | None, rewards_given: bool) -> Any:
+def _check(source: Source, command: Command, overrides: Sequence[str], name: str | None, rewards_given: bool) -> TrainConfig:
     data: dict[str, Any] = source.data
     _expand_shorthands(data, command)
     problems: list[Problem] = list(source.problems)
@@ -131,7 +146,7 @@ def _check(source: Source, command: Command, overrides: Sequence[str], name: str
         keyed = sorted(problems, key=lambda problem: _line_of(problem, source, applied) or 0)
         raise ConfigError([*(_located(name, problem, source, applied) for problem in keyed), *set_lines])
     assert config is not None
-    for problem in find_idle_keys(config, command):
+    for problem in find_idle_keys(config):
         warnings.warn(_located(name, problem, source, applied), ConfigWarning, stacklevel=4)
     return resolve(config)
 
@@ -143,11 +158,16 @@ def _touches(path: KeyPath, other: KeyPath) -> bool:
 
 def _given(path: KeyPath, data: Any) -> bool:
     for part in path:
-        if isinstance(data, dict) and part in data or isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
-        else:
+        if not _holds(data, part):
             return False
+        data = data[part]
     return True
+
+
+def _holds(data: Any, part: str | int) -> bool:
+    if isinstance(data, list):
+        return isinstance(part, int) and part < len(data)
+    return isinstance(data, dict) and part in data
 
 
 def _blamed(problem: Problem, source: Source) -> KeyPath:
@@ -207,14 +227,15 @@ def _type_problems(error: ValidationError, data: dict[str, Any], command: Comman
         if path not in problems:
             problems[path] = Problem(_sentence(kind, path, _value_at(data, path), command), path)
     # A union complains of the whole and of the part: the part says more.
-    return {path: problem for path, problem in problems.items() if not any(len(deep) > len(path) and _touches(deep, path) for deep in problems)}
+    covered = {path for path in problems if any(len(deep) > len(path) and _touches(deep, path) for deep in problems)}
+    return {path: problem for path, problem in problems.items() if path not in covered}
 
 
 def _data_path(loc: tuple[str | int, ...], kind: str, data: Any) -> KeyPath:
     """pydantic's location without the names of union members it puts between the keys."""
     path: list[str | int] = []
     for part in loc:
-        if isinstance(data, dict) and part in data or isinstance(data, list) and isinstance(part, int) and part < len(data):
+        if _holds(data, part):
             path.append(part)
             data = data[part]
         elif kind == "missing":
@@ -224,7 +245,7 @@ def _data_path(loc: tuple[str | int, ...], kind: str, data: Any) -> KeyPath:
 
 def _value_at(data: Any, path: KeyPath) -> Any:
     for part in path:
-        if not _given((part,), data):
+        if not _holds(data, part):
             return None
         data = data[part]
     return data
@@ -331,8 +352,8 @@ def _plain(value: Any, path: KeyPath, problems: list[Problem]) -> Any:
             return kind(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(item := getattr(value, "item", None), Callable) and getattr(value, "ndim", 0) == 0:  # type: ignore[arg-type]
-        return _plain(item(), path, problems)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a numpy or torch scalar
+        return _plain(value.item(), path, problems)
     hint = "; pass functions as surogate_rl.grpo(config, rewards=[function])" if callable(value) else ""
     message = f"{path_text(path)}: expected text, numbers, true or false, lists or dicts, got {type(value).__name__}{hint}"
     problems.append(Problem(message, path))

@@ -51,9 +51,9 @@ def apply(data: dict[str, Any], path: KeyPath, value: Any, text: str) -> None:
         else:
             raise OverrideError(f"{where}: {here} is {parent!r}, which has no keys")
         if last:
-            parent[part] = value  # type: ignore[index]
+            parent[part] = value
         else:
-            parent = parent[part]  # type: ignore[index]
+            parent = parent[part]
 
 
 def origin(path: KeyPath, overrides: Sequence[tuple[KeyPath, str]]) -> str | None:

@@ -57,12 +57,15 @@ def _device_problems(config: TrainConfig) -> Iterator[Problem]:
 
 def _training_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.max_steps == 0 or config.max_steps < -1:
-        yield Problem(f"max_steps: expected a whole number greater than 0, or -1 for num_train_epochs; got {config.max_steps}", ("max_steps",))
+        message = f"max_steps: expected a whole number greater than 0, or -1 for num_train_epochs; got {config.max_steps}"
+        yield Problem(message, ("max_steps",))
     if config.warmup_ratio > 0 and config.warmup_steps > 0:
         yield Problem("warmup_ratio and warmup_steps are both given; keep one of them", ("warmup_ratio",), (("warmup_steps",),))
     if config.max_steps > 0 and config.warmup_steps > config.max_steps:
         yield Problem(
-            f"warmup_steps: {config.warmup_steps} is more than max_steps ({config.max_steps}); lower it", ("warmup_steps",), (("max_steps",),)
+            f"warmup_steps: {config.warmup_steps} is more than max_steps ({config.max_steps}); lower it",
+            ("warmup_steps",),
+            (("max_steps",),),
         )
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         yield Problem(
@@ -133,7 +136,8 @@ def _sampling_problems(sampling: SamplingConfig) -> Iterator[Problem]:
     """What bends the ratio of current to sampled probability is refused for training."""
     place = "would bias the ratio in training; it belongs under eval"
     if sampling.temperature == 0:
-        yield Problem("rollouts.temperature: 0 (greedy) cannot be trained on, all completions are alike; set it above 0", ("rollouts", "temperature"))
+        message = "rollouts.temperature: 0 (greedy) cannot be trained on, all completions are alike; set it above 0"
+        yield Problem(message, ("rollouts", "temperature"))
     if sampling.top_p < 1:
         yield Problem(f"rollouts.top_p: {sampling.top_p:g} {place}; set it to 1 or remove the key", ("rollouts", "top_p"))
     if sampling.top_k > 0:
@@ -187,19 +191,20 @@ def _length_problems(config: GrpoConfig) -> Iterator[Problem]:
         )
     elif rollouts.max_prompt_length is not None and rollouts.max_prompt_length + rollouts.max_completion_length > config.sequence_len:
         yield Problem(
-            f"rollouts.max_prompt_length: {rollouts.max_prompt_length} and max_completion_length ({rollouts.max_completion_length}) do not fit "
-            f"in sequence_len ({config.sequence_len}); lower one or raise sequence_len",
+            f"rollouts.max_prompt_length: {rollouts.max_prompt_length} and max_completion_length ({rollouts.max_completion_length}) "
+            f"do not fit in sequence_len ({config.sequence_len}); lower one or raise sequence_len",
             ("rollouts", "max_prompt_length"),
             (("rollouts", "max_completion_length"), ("sequence_len",)),
         )
 
 
 def _policy_loss_problems(loss: PolicyLossConfig) -> Iterator[Problem]:
-    if loss.delta is not None and loss.delta <= 1 + loss.epsilon:
+    upper = loss.epsilon if loss.epsilon_high is None else loss.epsilon_high
+    if loss.delta is not None and loss.delta <= 1 + upper:
         yield Problem(
-            f"loss.delta: {loss.delta:g} must be greater than 1 + epsilon ({1 + loss.epsilon:g}), or it cuts below the clip; raise it",
+            f"loss.delta: {loss.delta:g} must be greater than 1 + epsilon_high ({1 + upper:g}), or it cuts below the clip; raise it",
             ("loss", "delta"),
-            (("loss", "epsilon"),),
+            (("loss", "epsilon_high"), ("loss", "epsilon")),
         )
     if loss.sync_ref_model and loss.beta == 0:
         yield Problem(
@@ -207,9 +212,9 @@ def _policy_loss_problems(loss: PolicyLossConfig) -> Iterator[Problem]:
             ("loss", "sync_ref_model"),
             (("loss", "beta"),),
         )
-    if loss.mismatch_floor > loss.mismatch_cap:
+    if loss.mismatch_floor >= loss.mismatch_cap:
         yield Problem(
-            f"loss.mismatch_floor: {loss.mismatch_floor:g} is above mismatch_cap ({loss.mismatch_cap:g}), everything would be masked; lower it",
+            f"loss.mismatch_floor: {loss.mismatch_floor:g} must be less than mismatch_cap ({loss.mismatch_cap:g}); lower it",
             ("loss", "mismatch_floor"),
             (("loss", "mismatch_cap"),),
         )
@@ -225,8 +230,8 @@ def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]
         yield Problem(f"environment: '{config.environment}' is not there yet; write single_turn or remove the key", ("environment",))
     if config.gradient_accumulation_steps != 1:
         yield Problem(
-            "gradient_accumulation_steps: a grpo step is rollouts.prompts_per_step x rollouts.num_generations completions, split by memory alone; "
-            "raise prompts_per_step instead and remove this key",
+            "gradient_accumulation_steps: a grpo step is rollouts.prompts_per_step x rollouts.num_generations completions, "
+            "split by memory alone; raise prompts_per_step instead and remove this key",
             ("gradient_accumulation_steps",),
         )
     if not config.packing:
@@ -244,15 +249,15 @@ def _eval_problems(config: TrainConfig, evaluation: EvalConfig) -> Iterator[Prob
         )
     if evaluation.max_completion_length is not None and evaluation.max_completion_length >= config.sequence_len:
         yield Problem(
-            f"eval.max_completion_length: {evaluation.max_completion_length} leaves no room for a prompt in sequence_len ({config.sequence_len}); "
-            "lower it or raise sequence_len",
+            f"eval.max_completion_length: {evaluation.max_completion_length} leaves no room for a prompt in sequence_len "
+            f"({config.sequence_len}); lower it or raise sequence_len",
             ("eval", "max_completion_length"),
             (("sequence_len",),),
         )
     yield from _reward_problems(evaluation.rewards, ("eval", "rewards"))
 
 
-def find_idle_keys(config: TrainConfig, command: Command) -> list[Problem]:
+def find_idle_keys(config: TrainConfig) -> list[Problem]:
     """Keys that do nothing as the others stand. They are only told: switching ``lora`` off for a run should not need six edits."""
     default = type(config).model_construct()
     found: list[Problem] = []
@@ -273,16 +278,14 @@ def find_idle_keys(config: TrainConfig, command: Command) -> list[Problem]:
         idle(config, default, ("warmup_ratio", "warmup_steps"), "lr_scheduler_type is constant; constant_with_warmup uses it")
     if config.eval is not None:
         _idle_eval(config, config.eval, idle)
-    if isinstance(config, GrpoConfig):
-        loss, base = config.loss, PolicyLossConfig()
-        if not loss.sync_ref_model:
-            idle(loss, base, ("ref_model_mixup_alpha", "ref_model_sync_steps"), "loss.sync_ref_model is false", ("loss",))
-        if loss.loss_type != "sapo" and loss.loss_type in LOSS_TYPES[command]:
-            idle(loss, base, ("sapo_temperature_pos", "sapo_temperature_neg"), f"loss.loss_type is {loss.loss_type}", ("loss",))
-        if loss.mismatch in ("auto", "none"):
-            idle(loss, base, ("mismatch_cap", "mismatch_floor"), f"loss.mismatch is {loss.mismatch}", ("loss",))
-        elif loss.mismatch.endswith("_truncate"):
-            idle(loss, base, ("mismatch_floor",), f"loss.mismatch is {loss.mismatch}", ("loss",))
+    if isinstance(config, GrpoConfig) and config.loss.mismatch == "auto":
+        idle(
+            config.loss,
+            PolicyLossConfig(),
+            ("mismatch_cap", "mismatch_floor"),
+            "loss.mismatch is auto: the native engine needs none",
+            ("loss",),
+        )
     return found
 
 
@@ -301,7 +304,7 @@ def resolve(config: Config) -> Config:
     update: dict[str, object] = {"device": "cpu", "recipe": "float32", "gpus": 0}
     evaluation = config.eval
     if isinstance(config, GrpoConfig):
-        rollouts, loss = config.rollouts, config.loss
+        rollouts = config.rollouts
         room = config.sequence_len - rollouts.max_completion_length
         update["rollouts"] = rollouts.model_copy(
             update={
@@ -309,8 +312,6 @@ def resolve(config: Config) -> Config:
                 "max_prompt_length": rollouts.max_prompt_length or room,
             }
         )
-        if loss.mismatch == "auto":
-            update["loss"] = loss.model_copy(update={"mismatch": "none"})
         if evaluation is not None:
             update["eval"] = evaluation.model_copy(
                 update={

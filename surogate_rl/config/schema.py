@@ -30,63 +30,76 @@ class DatasetConfig(Section):
 
     path: Text = Field(description="a hub id, a file (jsonl, json, parquet, csv), a directory, or `reasoning_gym/<task>`")
     type: Literal["auto", "messages", "prompt_completion", "prompt", "text", "instruction", "sharegpt", "preference"] = Field(
-        "auto", description="what a row looks like; auto: recognised from its columns"
+        default="auto", description="what a row looks like; auto: recognised from its columns"
     )
-    split: Text = Field("train", description="split of the data set")
-    name: Text | None = Field(None, description="configuration of a hub data set")
-    size: PositiveInt | None = Field(None, description="rows to take (reasoning_gym: rows to generate)")
-    seed: NonNegativeInt | None = Field(None, description="reasoning_gym: seed of the generated rows; default: the run's")
+    split: Text = Field(default="train", description="split of the data set")
+    name: Text | None = Field(default=None, description="configuration of a hub data set")
+    size: PositiveInt | None = Field(default=None, description="rows to take (reasoning_gym: rows to generate)")
+    seed: NonNegativeInt | None = Field(default=None, description="reasoning_gym: seed of the generated rows; default: the run's")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of a reasoning_gym task")
     columns: dict[str, str] = Field(default_factory=dict, description="our column name -> the data set's, e.g. `{prompt: question}`")
-    system_prompt: str | None = Field(None, description="prepended as a system message where the row has none")
+    system_prompt: str | None = Field(default=None, description="prepended as a system message where the row has none")
 
 
 class LossConfig(Section):
     """Shared by the commands; each refuses what is not its own. Names are TRL's where it has them. ``loss: dapo`` stands for
     ``{loss_type: dapo}``."""
 
-    loss_type: str | None = Field(None, description="see the command's list; or path/file.py:fn, a user's own objective")
+    loss_type: str | None = Field(default=None, description="see the command's list; or path/file.py:fn, a user's own objective")
 
 
 class PolicyLossConfig(LossConfig):
     loss_type: Text = Field(
-        "grpo", description="grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, reinforce_plus_plus, or path/file.py:fn, your own objective"
+        default="grpo",
+        description="grpo, dapo, dr_grpo, gspo, cispo, sapo, rloo, reinforce_plus_plus, or path/file.py:fn, your own objective",
     )
-    epsilon: NonNegativeFloat = Field(0.2, description="clip width of the ratio")
-    epsilon_high: NonNegativeFloat | None = Field(None, description="upper clip width; default: epsilon (cispo: the cap of the weight, default 5)")
-    delta: PositiveFloat | None = Field(None, description="dual clip: upper bound of the ratio where the advantage is negative; > 1 + epsilon_high")
-    beta: NonNegativeFloat = Field(0.0, description="weight of the KL to the reference: k3 in the loss (rloo: k1 taken off the reward); 0: no reference is kept")
+    epsilon: NonNegativeFloat = Field(default=0.2, description="clip width of the ratio")
+    epsilon_high: NonNegativeFloat | None = Field(
+        default=None, description="upper clip width; default: epsilon (cispo: the cap of the weight, default 5)"
+    )
+    delta: PositiveFloat | None = Field(
+        default=None, description="dual clip: upper bound of the ratio where the advantage is negative; > 1 + epsilon_high"
+    )
+    beta: NonNegativeFloat = Field(
+        default=0.0,
+        description="weight of the KL to the reference: k3 in the loss (rloo: k1 taken off the reward); 0: no reference is kept",
+    )
     scale_rewards: Literal["group", "batch", "none"] | None = Field(
-        None, description="what the advantages' standard deviation is taken over; default: group (rloo: none, reinforce_plus_plus: batch)"
+        default=None,
+        description="what the advantages' standard deviation is taken over; default: group (rloo: none, reinforce_plus_plus: batch)",
     )
-    num_iterations: PositiveInt = Field(1, description="passes over the rollouts of a step")
-    num_minibatches: PositiveInt = Field(1, description="optimiser updates per pass")
-    mask_truncated_completions: bool = Field(False, description="leave completions that hit the length limit out of the loss")
-    entropy_coef: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
-    sapo_temperature_pos: PositiveFloat = Field(1.0, description="sapo: temperature of the gate where the advantage is positive")
-    sapo_temperature_neg: PositiveFloat = Field(1.05, description="sapo: temperature of the gate where the advantage is negative")
+    num_iterations: PositiveInt = Field(default=1, description="passes over the rollouts of a step")
+    num_minibatches: PositiveInt = Field(default=1, description="optimiser updates per pass")
+    mask_truncated_completions: bool = Field(default=False, description="leave completions that hit the length limit out of the loss")
+    entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
+    sapo_temperature_pos: PositiveFloat = Field(default=1.0, description="sapo: temperature of the gate where the advantage is positive")
+    sapo_temperature_neg: PositiveFloat = Field(default=1.05, description="sapo: temperature of the gate where the advantage is negative")
     mismatch: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
-    ] = Field("auto", description="correction of sampler against learner; auto: none with the native engine, else token_truncate")
-    mismatch_cap: PositiveFloat = Field(3.0, description="upper bound of the mismatch weight")
-    mismatch_floor: NonNegativeFloat = Field(0.0, description="lower bound of the mismatch weight")
-    sync_ref_model: bool = Field(False, description="move the reference towards the policy every ref_model_sync_steps")
-    ref_model_mixup_alpha: Fraction = Field(0.6, description="share of the policy in the synchronised reference")
-    ref_model_sync_steps: PositiveInt = Field(512, description="steps between two synchronisations of the reference")
+    ] = Field(default="auto", description="correction of sampler against learner; auto: none with the native engine, else token_truncate")
+    mismatch_cap: PositiveFloat = Field(default=3.0, description="upper bound of the mismatch weight")
+    mismatch_floor: NonNegativeFloat = Field(default=0.0, description="lower bound of the mismatch weight")
+    sync_ref_model: bool = Field(default=False, description="move the reference towards the policy every ref_model_sync_steps")
+    ref_model_mixup_alpha: Fraction = Field(default=0.6, description="share of the policy in the synchronised reference")
+    ref_model_sync_steps: PositiveInt = Field(default=512, description="steps between two synchronisations of the reference")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own objective")
 
 
 class PreferenceLossConfig(LossConfig):
-    loss_type: Text = Field("sigmoid", description="sigmoid, ipo, hinge, robust, sigmoid_norm, or path/file.py:fn, your own objective")
-    beta: PositiveFloat = Field(0.1, description="inverse temperature of the implicit reward")
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(0.0, description="assumed probability that a pair is labelled the wrong way")
-    reference_free: bool = Field(False, description="leave the reference out: it counts as uniform")
-    rpo_alpha: NonNegativeFloat = Field(0.0, description="weight of the mixed-in SFT loss on the chosen answer")
+    loss_type: Text = Field(
+        default="sigmoid", description="sigmoid, ipo, hinge, robust, sigmoid_norm, or path/file.py:fn, your own objective"
+    )
+    beta: PositiveFloat = Field(default=0.1, description="inverse temperature of the implicit reward")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.0, description="assumed probability that a pair is labelled the wrong way"
+    )
+    reference_free: bool = Field(default=False, description="leave the reference out: it counts as uniform")
+    rpo_alpha: NonNegativeFloat = Field(default=0.0, description="weight of the mixed-in SFT loss on the chosen answer")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own objective")
 
 
 class SftLossConfig(LossConfig):
-    loss_type: Text = Field("nll", description="nll, or path/file.py:fn, your own objective")
+    loss_type: Text = Field(default="nll", description="nll, or path/file.py:fn, your own objective")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own objective")
 
 
@@ -94,30 +107,32 @@ class RewardConfig(Section):
     """One reward function. A plain string in the YAML stands for ``{name: string}``."""
 
     name: Text = Field(description="a built-in's name or path/file.py:fn")
-    weight: float = Field(1.0, description="factor in the weighted sum")
-    timeout: PositiveFloat = Field(30.0, description="seconds for one call")
+    weight: float = Field(default=1.0, description="factor in the weighted sum")
+    timeout: PositiveFloat = Field(default=30.0, description="seconds for one call")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 
 
 class SamplingConfig(Section):
-    temperature: NonNegativeFloat = Field(1.0, description="sampling temperature; 0 (greedy) is for evaluation only")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling; for evaluation only")
-    top_k: NonNegativeInt = Field(0, description="sample among the k likeliest, 0: all; for evaluation only")
-    min_p: Fraction = Field(0.0, description="sample above this share of the likeliest's probability; for evaluation only")
+    temperature: NonNegativeFloat = Field(default=1.0, description="sampling temperature; 0 (greedy) is for evaluation only")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus sampling; for evaluation only")
+    top_k: NonNegativeInt = Field(default=0, description="sample among the k likeliest, 0: all; for evaluation only")
+    min_p: Fraction = Field(default=0.0, description="sample above this share of the likeliest's probability; for evaluation only")
     stop: list[Text] = Field(default_factory=list, description="strings that end a completion")
 
 
 class RolloutsConfig(SamplingConfig):
-    engine: Literal["auto", "native", "vllm"] = Field("auto", description="what generates; native: in process, with the learner's weights")
-    prompts_per_step: PositiveInt = Field(8, description="prompts in one step")
-    num_generations: PositiveInt = Field(8, description="completions of each prompt: the group")
-    max_prompt_length: PositiveInt | None = Field(
-        None, description="longer prompts are filtered out before step 0; default: what sequence_len leaves"
+    engine: Literal["auto", "native", "vllm"] = Field(
+        default="auto", description="what generates; native: in process, with the learner's weights"
     )
-    max_completion_length: PositiveInt = Field(256, description="new tokens of a completion at the most")
-    max_sequences: PositiveInt = Field(64, description="sequences decoded together by the native engine")
-    max_staleness: NonNegativeInt = Field(0, description="versions by which rollouts may lag the learner; 0: on-policy")
-    reward_workers: PositiveInt = Field(2, description="processes that run the rewards")
+    prompts_per_step: PositiveInt = Field(default=8, description="prompts in one step")
+    num_generations: PositiveInt = Field(default=8, description="completions of each prompt: the group")
+    max_prompt_length: PositiveInt | None = Field(
+        default=None, description="longer prompts are filtered out before step 0; default: what sequence_len leaves"
+    )
+    max_completion_length: PositiveInt = Field(default=256, description="new tokens of a completion at the most")
+    max_sequences: PositiveInt = Field(default=64, description="sequences decoded together by the native engine")
+    max_staleness: NonNegativeInt = Field(default=0, description="versions by which rollouts may lag the learner; 0: on-policy")
+    reward_workers: PositiveInt = Field(default=2, description="processes that run the rewards")
 
 
 class EvalConfig(SamplingConfig):
@@ -125,12 +140,14 @@ class EvalConfig(SamplingConfig):
 
     datasets: list[DatasetConfig] = Field(min_length=1, description="held-out rows")
     rewards: list[RewardConfig] = Field(default_factory=list, description="default: the training rewards; sft and dpo: the held-out loss")
-    steps: NonNegativeInt = Field(0, description="every so many steps; 0: only before and after")
-    at_start: bool = Field(True, description="evaluate before the first step too")
-    temperature: NonNegativeFloat = Field(0.0, description="0: greedy")
-    samples: PositiveInt = Field(1, description="completions per prompt: mean@k and pass@k; more than 1 needs temperature > 0")
-    pass_threshold: float = Field(1.0, description="a reward from here on counts as passed")
-    max_completion_length: PositiveInt | None = Field(None, description="default: the rollouts'; sft and dpo: 256, or half of sequence_len")
+    steps: NonNegativeInt = Field(default=0, description="every so many steps; 0: only before and after")
+    at_start: bool = Field(default=True, description="evaluate before the first step too")
+    temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
+    samples: PositiveInt = Field(default=1, description="completions per prompt: mean@k and pass@k; more than 1 needs temperature > 0")
+    pass_threshold: float = Field(default=1.0, description="a reward from here on counts as passed")
+    max_completion_length: PositiveInt | None = Field(
+        default=None, description="default: the rollouts'; sft and dpo: 256, or half of sequence_len"
+    )
 
 
 class TrainConfig(Section):
@@ -139,58 +156,67 @@ class TrainConfig(Section):
     model: Text = Field(description="a Hugging Face directory, hub id or GGUF file")
     output_dir: Text = Field(description="the folder that everything is written to")
     datasets: list[DatasetConfig] = Field(min_length=1, description="what to train on")
-    tokenizer: Text | None = Field(None, description="directory or hub id; default: the model's")
-    chat_template: Text | None = Field(None, description="Jinja text or a file; default: the tokenizer's")
-    init: Literal["pretrained", "random"] = Field("pretrained", description="random: fresh weights from the model's config")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to compute")
-    recipe: Literal["auto", "float32", "bfloat16"] = Field("auto", description="number format of weights and activations; the CPU's is float32")
-    gpus: NonNegativeInt | None = Field(None, description="GPUs to use; default: what the device has")
-    threads: NonNegativeInt = Field(0, description="CPU threads; 0: one per core")
-    sequence_len: PositiveInt = Field(2048, description="longest sequence in tokens, prompt and completion together")
+    tokenizer: Text | None = Field(default=None, description="directory or hub id; default: the model's")
+    chat_template: Text | None = Field(default=None, description="Jinja text or a file; default: the tokenizer's")
+    init: Literal["pretrained", "random"] = Field(default="pretrained", description="random: fresh weights from the model's config")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute")
+    recipe: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="number format of weights and activations; the CPU's is float32"
+    )
+    gpus: NonNegativeInt | None = Field(default=None, description="GPUs to use; default: what the device has")
+    threads: NonNegativeInt = Field(default=0, description="CPU threads; 0: one per core")
+    sequence_len: PositiveInt = Field(default=2048, description="longest sequence in tokens, prompt and completion together")
     per_device_train_batch_size: PositiveInt = Field(
-        2, description="sequences of sequence_len tokens in one micro-batch; with packing, tokens count"
+        default=2, description="sequences of sequence_len tokens in one micro-batch; with packing, tokens count"
     )
-    gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches per optimiser step (sft, dpo)")
-    packing: bool = Field(True, description="lay several short sequences in one row (they never see each other)")
-    overlong: Literal["filter", "truncate"] = Field("filter", description="what to do with rows longer than sequence_len")
-    learning_rate: PositiveFloat = Field(2e-5, description="peak learning rate")
+    gradient_accumulation_steps: PositiveInt = Field(default=1, description="micro-batches per optimiser step (sft, dpo)")
+    packing: bool = Field(default=True, description="lay several short sequences in one row (they never see each other)")
+    overlong: Literal["filter", "truncate"] = Field(default="filter", description="what to do with rows longer than sequence_len")
+    learning_rate: PositiveFloat = Field(default=2e-5, description="peak learning rate")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(
-        "linear", description="the learning rate's course after the warm-up"
+        default="linear", description="the learning rate's course after the warm-up"
     )
-    warmup_ratio: Fraction = Field(0.0, description="share of the steps in which the learning rate rises")
-    warmup_steps: NonNegativeInt = Field(0, description="steps in which the learning rate rises")
-    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay (AdamW)")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="decay of the first moment")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="decay of the second moment")
-    adam_epsilon: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
-    max_grad_norm: NonNegativeFloat = Field(1.0, description="gradients are clipped to this norm; 0: no clipping")
-    max_steps: int = Field(-1, description="optimiser steps; -1: as num_train_epochs says")
-    num_train_epochs: PositiveFloat = Field(1.0, description="passes over the data, unless max_steps is given")
-    lora: bool = Field(False, description="train low-rank adapters instead of all weights")
-    lora_rank: PositiveInt = Field(16, description="rank of the adapters")
-    lora_alpha: PositiveFloat = Field(32.0, description="the adapters' scale is lora_alpha / lora_rank")
-    lora_dropout: float = Field(0.0, description="0 only: a dropped-out policy would not be the one that samples")
+    warmup_ratio: Fraction = Field(default=0.0, description="share of the steps in which the learning rate rises")
+    warmup_steps: NonNegativeInt = Field(default=0, description="steps in which the learning rate rises")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay (AdamW)")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="decay of the first moment")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.999, description="decay of the second moment")
+    adam_epsilon: PositiveFloat = Field(default=1e-8, description="added to the root of the second moment")
+    max_grad_norm: NonNegativeFloat = Field(default=1.0, description="gradients are clipped to this norm; 0: no clipping")
+    max_steps: int = Field(default=-1, description="optimiser steps; -1: as num_train_epochs says")
+    num_train_epochs: PositiveFloat = Field(default=1.0, description="passes over the data, unless max_steps is given")
+    lora: bool = Field(default=False, description="train low-rank adapters instead of all weights")
+    lora_rank: PositiveInt = Field(default=16, description="rank of the adapters")
+    lora_alpha: PositiveFloat = Field(default=32.0, description="the adapters' scale is lora_alpha / lora_rank")
+    lora_dropout: float = Field(default=0.0, description="0 only: a dropped-out policy would not be the one that samples")
     lora_target_modules: list[Text] | Literal["all-linear"] = Field(
-        "all-linear", description="linears that get an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head"
+        default="all-linear",
+        description="linears that get an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
     )
-    adapter: Text | None = Field(None, description="directory of a PEFT adapter to start from")
-    optimizer: Literal["adamw"] = Field("adamw", description="the optimiser")
-    recompute: Literal["auto", "none", "block"] = Field("auto", description="block: save memory by computing activations twice; auto: if it must")
-    memory_limit_gb: PositiveFloat | None = Field(None, description="refuse to start above this many GB; default: the machine's memory")
-    max_skipped_steps: PositiveInt = Field(5, description="stop after so many non-finite steps in a row")
-    seed: NonNegativeInt = Field(42, description="of data order, sampling and fresh weights")
-    logging_steps: PositiveInt = Field(1, description="steps between two lines of metrics")
-    save_steps: NonNegativeInt = Field(500, description="steps between two checkpoints; 0: only the final model")
-    save_total_limit: PositiveInt | None = Field(2, description="checkpoints to keep; null: all")
-    resume: Text = Field("never", description="never; auto: from the newest checkpoint of output_dir; or a checkpoint's path")
-    report_to: list[Literal["wandb", "tensorboard"]] = Field(default_factory=list, description="besides metrics.jsonl, which is always written")
-    run_name: Text | None = Field(None, description="name shown by wandb; default: output_dir's")
-    eval: EvalConfig | None = Field(None, description="evaluation before, during and after training")
+    adapter: Text | None = Field(default=None, description="directory of a PEFT adapter to start from")
+    optimizer: Literal["adamw"] = Field(default="adamw", description="the optimiser")
+    recompute: Literal["auto", "none", "block"] = Field(
+        default="auto", description="block: save memory by computing activations twice; auto: if it must"
+    )
+    memory_limit_gb: PositiveFloat | None = Field(
+        default=None, description="refuse to start above this many GB; default: the machine's memory"
+    )
+    max_skipped_steps: PositiveInt = Field(default=5, description="stop after so many non-finite steps in a row")
+    seed: NonNegativeInt = Field(default=42, description="of data order, sampling and fresh weights")
+    logging_steps: PositiveInt = Field(default=1, description="steps between two lines of metrics")
+    save_steps: NonNegativeInt = Field(default=500, description="steps between two checkpoints; 0: only the final model")
+    save_total_limit: PositiveInt | None = Field(default=2, description="checkpoints to keep; null: all")
+    resume: Text = Field(default="never", description="never; auto: from the newest checkpoint of output_dir; or a checkpoint's path")
+    report_to: list[Literal["wandb", "tensorboard"]] = Field(
+        default_factory=list, description="besides metrics.jsonl, which is always written"
+    )
+    run_name: Text | None = Field(default=None, description="name shown by wandb; default: output_dir's")
+    eval: EvalConfig | None = Field(default=None, description="evaluation before, during and after training")
 
 
 class SftConfig(TrainConfig):
-    assistant_only_loss: bool = Field(True, description="chat rows: train the assistant's turns only")
-    completion_only_loss: bool = Field(True, description="prompt/completion rows: train the completion only")
+    assistant_only_loss: bool = Field(default=True, description="chat rows: train the assistant's turns only")
+    completion_only_loss: bool = Field(default=True, description="prompt/completion rows: train the completion only")
     loss: SftLossConfig = Field(default_factory=SftLossConfig, description="the objective")
 
 
@@ -199,9 +225,9 @@ class DpoConfig(TrainConfig):
 
 
 class GrpoConfig(TrainConfig):
-    learning_rate: PositiveFloat = Field(1e-6, description="peak learning rate")
+    learning_rate: PositiveFloat = Field(default=1e-6, description="peak learning rate")
     rollouts: RolloutsConfig = Field(default_factory=RolloutsConfig, description="how completions are sampled")
-    environment: Text = Field("single_turn", description="how an episode unfolds")
+    environment: Text = Field(default="single_turn", description="how an episode unfolds")
     rewards: list[RewardConfig] = Field(default_factory=list, description="what a completion is worth: a weighted sum of functions")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="the objective")
 

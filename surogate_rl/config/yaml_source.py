@@ -31,13 +31,13 @@ _RESOLVERS: list[tuple[str, re.Pattern[str], str]] = [
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (declared so by the base class)
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes exactly the strings that `_Loader` would read as something else."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (declared so by the base class)
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
@@ -123,6 +123,7 @@ def _construct(node: yaml.Node, path: KeyPath, source: Source, parents: frozense
             source.lines[(*path, index)] = item.start_mark.line + 1
             values.append(_construct(item, (*path, index), source, parents))
         return values
+    assert isinstance(node, yaml.ScalarNode)
     known = any(node.tag == tag for tag, _, _ in _RESOLVERS)
     if not known and node.tag != "tag:yaml.org,2002:str":
         source.problems.append(Problem(f"{path_text(path)}: the tag {node.tag} is not allowed here", path, line=line))
@@ -132,7 +133,7 @@ def _construct(node: yaml.Node, path: KeyPath, source: Source, parents: frozense
     return _convert_tagged(node, path, source)
 
 
-def _convert_tagged(node: yaml.Node, path: KeyPath, source: Source) -> Any:
+def _convert_tagged(node: yaml.ScalarNode, path: KeyPath, source: Source) -> Any:
     """Quoted text, or a scalar with an explicit tag such as ``!!float 1``."""
     if node.tag == "tag:yaml.org,2002:str" or node.tag.endswith(":merge"):
         return node.value
