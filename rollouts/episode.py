@@ -31,11 +31,11 @@ class EpisodeRunner:
     engine: Engine
     make_environment: Callable[[], Environment]
     tokenizer: PreTrainedTokenizerBase
-    encode_prompt: Callable[[Task], list[int]]
+    encode: Callable[[Task], list[int]]
     limits: Limits
 
-    async def run(self, task: Task, sample: int, seed: int, sampling: SamplingParams) -> Episode:
-        """Plays `task` to its end. An environment that raises loses its episode (`error` set, unscored), not the run.
+    async def run(self, task: Task, prompt: list[int], sample: int, seed: int, sampling: SamplingParams) -> Episode:
+        """Plays `task`, whose encoded prompt is `prompt`, to its end. An environment that raises loses its episode (`error` set, unscored), not the run.
 
         Raises:
             ValueError: the prompt leaves no room for a completion (such tasks are filtered out before a run starts).
@@ -45,7 +45,7 @@ class EpisodeRunner:
         environment = self.make_environment()
         try:
             await environment.reset(task, seed)
-            await self._turn(episode, sampling)
+            await self._turn(episode, prompt, sampling)
             try:
                 observation = await environment.step(episode, episode.completion)
             except Exception as error:
@@ -58,8 +58,7 @@ class EpisodeRunner:
             await environment.close()
         return episode
 
-    async def _turn(self, episode: Episode, sampling: SamplingParams) -> None:
-        prompt = self.encode_prompt(episode.task)
+    async def _turn(self, episode: Episode, prompt: list[int], sampling: SamplingParams) -> None:
         room = min(self.limits.max_completion_length, self.limits.sequence_len - len(prompt))
         if room < 1:
             raise ValueError(

@@ -50,8 +50,9 @@ class RolloutManager:
     async def _group(self, task: Task, slot: int, samples: int, sampling: SamplingParams, visit: int) -> Group:
         # the slot takes part, so that a task drawn twice in one step gives other samples the second time
         seeds = [derive_seed(self.seed, visit, task.index, slot, sample) for sample in range(samples)]
+        prompt = self.runner.encode(task)
         async with asyncio.TaskGroup() as running:
-            episodes = [running.create_task(self.runner.run(task, sample, seed, sampling)) for sample, seed in enumerate(seeds)]
+            episodes = [running.create_task(self.runner.run(task, prompt, sample, seed, sampling)) for sample, seed in enumerate(seeds)]
         group = Group(task, [episode.result() for episode in episodes])
         await self.scorer.score(group.episodes)
         return group

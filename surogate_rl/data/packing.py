@@ -32,8 +32,8 @@ class PackSequence:
 
     tokens: ArrayLike
     mask: ArrayLike
-    per_token: Mapping[str, ArrayLike] = field(default_factory=dict)
-    per_sequence: Mapping[str, float] = field(default_factory=dict)
+    per_token: dict[str, ArrayLike] = field(default_factory=dict)
+    per_sequence: dict[str, float] = field(default_factory=dict)
     pair: int | None = None
     id: int = 0
 

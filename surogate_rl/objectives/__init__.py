@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from surogate_rl.objectives.advantages import Advantages, group_advantages, penalise, reference_kl, resolve_scale_rewards
-from surogate_rl.objectives.base import Loss, Objective, TokenStats, Unit, mean_metrics, merge_metrics, totals_of
+from surogate_rl.objectives.base import LinearObjective, Loss, Objective, TokenStats, Unit, mean_metrics, merge_metrics, totals_of
 from surogate_rl.objectives.gradient import Seeds, StepSeeds, concatenate, seeds, split, step_seeds
 from surogate_rl.objectives.mismatch import Mismatch, MismatchKind
 from surogate_rl.objectives.nll import NegativeLogLikelihood
@@ -27,6 +27,7 @@ __all__ = [
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
     "Advantages",
+    "LinearObjective",
     "Loss",
     "Mismatch",
     "NegativeLogLikelihood",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-from surogate_rl.batch import PackedBatch, Totals
+from surogate_rl.batch import FloatArray, PackedBatch, Totals
 
 Unit = Literal["token", "sequence", "pair", "step"]
 Metrics = Mapping[str, tuple[float, float]]
@@ -59,6 +59,15 @@ class Objective(Protocol):
     def mask_truncated(self) -> bool: ...
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, totals: Totals) -> Loss: ...
+
+
+@runtime_checkable
+class LinearObjective(Protocol):
+    """An objective that is linear in logp: its gradient is known before the forward pass, so that one pass of the learner does for both."""
+
+    def known_seeds(self, batch: PackedBatch, totals: Totals) -> FloatArray:
+        """float32 [T], d loss / d logp."""
+        ...
 
 
 def totals_of(objective: Objective, batches: Iterable[PackedBatch]) -> Totals:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from surogate_rl.batch import PackedBatch, Totals
+import numpy as np
+import torch
+
+from surogate_rl.batch import FloatArray, PackedBatch, Totals
 from surogate_rl.objectives.base import Loss, TokenStats, Unit
 from surogate_rl.objectives.segments import Trained, sequence_weight, to_metrics
 
@@ -27,3 +30,9 @@ class NegativeLogLikelihood:
         trained = Trained.of(batch, stats.logp.device)
         nll = -(trained.take(stats.logp) * trained.spread(sequence_weight(batch, stats.logp.device))).sum()
         return Loss((nll / max(totals.tokens, 1)).float(), to_metrics({"loss": (nll, trained.count)}))
+
+    def known_seeds(self, batch: PackedBatch, totals: Totals) -> FloatArray:
+        """float32 [T], d loss / d logp, which depends on no log-probability."""
+        weight = sequence_weight(batch, torch.device("cpu")).numpy()
+        per_token = weight[batch.segment_of_token()] * batch.mask
+        return np.asarray(-per_token / max(totals.tokens, 1), dtype=np.float32)

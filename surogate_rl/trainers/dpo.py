@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_rl.batch import FloatArray, PackedBatch, Totals
+from surogate_rl.batch import FloatArray
 from surogate_rl.config.schema import DatasetConfig, DpoConfig
 from surogate_rl.data import Example, Pair, load_pairs
 from surogate_rl.data.packing import PackSequence, pack
-from surogate_rl.objectives import make_objective
-from surogate_rl.objectives.gradient import seeds
+from surogate_rl.objectives import make_objective, seeds, totals_of
 from surogate_rl.trainers.batches import StepOrder
 from surogate_rl.trainers.loop import Clock, fingerprint
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import LOGP, require_same_rows
 from surogate_rl.trainers.supervised import HeldOut, check_first_gradient
-from surogate_rl.trainers.update import Metrics
 
 REFERENCE_FILE = "reference_logps.npz"
 
@@ -54,7 +52,7 @@ class Dpo:
 
     def start(self) -> None:
         """Scores every pair that the run will visit with the initial policy, once; a resumed run reads the scores back."""
-        if self._config.loss.reference_free:
+        if not self._objective.needs_reference:
             return
         visited = sorted({pair for step in range(1, self.total_steps + 1) for pair in self._order(step)})
         path = self._session.output_dir / REFERENCE_FILE
@@ -65,12 +63,12 @@ class Dpo:
             self._reference = score_pairs(self._session, [(i, self.pairs[i]) for i in visited], micro_batch_tokens(self._config))
             write_reference(path, key, self._reference)
 
-    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
+    def step(self, step: int) -> dict[str, float]:
         clock = Clock()
         units = [pair_unit(self.pairs[i], slot, self._reference.get(i)) for slot, i in enumerate(self._order(step))]
         batches = pack(units, micro_batch_tokens(self._config))
         lr = self._schedule(self._session.learner.update_count)
-        result = self._session.updater.update(batches, self._objective, pair_totals(batches), lr, metrics)
+        result = self._session.updater.update(batches, self._objective, lr)
         check_first_gradient(step, result, self._config)
         tokens = sum(batch.num_tokens for batch in batches)
         self._num_tokens += tokens
@@ -107,24 +105,19 @@ class HeldOutPairs:
     def __init__(self, session: Session, config: DpoConfig) -> None:
         assert config.eval is not None
         self._session = session
+        self._objective = make_objective(config.loss, command="dpo")
         pairs = load(session, config, config.eval.datasets)
         capacity = micro_batch_tokens(config)
-        reference = {} if config.loss.reference_free else score_pairs(session, list(enumerate(pairs)), capacity)
+        reference = score_pairs(session, list(enumerate(pairs)), capacity) if self._objective.needs_reference else {}
         self._batches = pack([pair_unit(pair, i, reference.get(i)) for i, pair in enumerate(pairs)], capacity)
-        self._objective = make_objective(config.loss, command="dpo")
 
     def __call__(self) -> float:
-        totals = pair_totals(self._batches)
+        totals = totals_of(self._objective, self._batches)
         loss = 0.0
         for batch in self._batches:
             stats = self._session.learner.score(batch)
             loss += seeds(self._objective, stats.logp, stats.entropy, batch, totals).loss
         return loss
-
-
-def pair_totals(batches: Sequence[PackedBatch]) -> Totals:
-    sequences = sum(batch.num_sequences for batch in batches)
-    return Totals(tokens=sum(batch.num_trained for batch in batches), sequences=sequences, pairs=sequences // 2)
 
 
 def pair_unit(pair: Pair, number: int, reference: tuple[FloatArray, FloatArray] | None) -> list[PackSequence]:

@@ -38,7 +38,7 @@ class RewardEvaluation:
             seed=session.config.seed,
         )
         self.tasks: list[Task] = list(loaded.items)
-        runner.check_columns(self.tasks)
+        runner.check_columns(task.columns for task in self.tasks)
         self._manager: RolloutManager = rollouts.manager(runner, "single_turn", completion_length(session, config), session.config.seed)
 
     def __call__(self, step: int) -> dict[str, float]:

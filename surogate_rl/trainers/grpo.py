@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_rl.batch import PackedBatch, Totals
+from surogate_rl.batch import FloatArray, PackedBatch
 from surogate_rl.config.schema import GrpoConfig
 from surogate_rl.data import load_tasks
 from surogate_rl.data.packing import PackSequence, pack
-from surogate_rl.objectives import make_objective
-from surogate_rl.objectives.advantages import group_advantages
+from surogate_rl.learner import AdapterUse, Learner
+from surogate_rl.objectives import PolicyGradient, group_advantages, make_objective, mean_metrics, penalise, reference_kl
 from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.types import Episode
@@ -27,7 +27,7 @@ from surogate_rl.trainers.sampling import Rollouts
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import require_same_rows
-from surogate_rl.trainers.update import LogpSettings, Metrics
+from surogate_rl.trainers.update import LogpSettings
 
 
 def micro_batch_tokens(config: GrpoConfig) -> int:
@@ -43,13 +43,13 @@ class Grpo:
         loaded = load_tasks(config.datasets, session.loaded.tokenizer, max_prompt_length=prompt_room, seed=config.seed)
         session.progress.note(str(loaded.report))
         self.tasks = loaded.items
-        rewards.check_columns(self.tasks)
+        rewards.check_columns(task.columns for task in self.tasks)
         self._order = StepOrder(len(self.tasks), rollouts.prompts_per_step, config.seed, wrap=True)
         self._updates_per_step = config.loss.num_iterations * config.loss.num_minibatches
         self._schedule = Schedule.from_config(config, self.total_steps * self._updates_per_step)
-        self._objective = make_objective(config.loss, command="grpo")
+        self._objective = make_objective(config.loss, command="grpo", max_completion_length=rollouts.max_completion_length)
         self._logp = session.updater.logp
-        self._reference = Reference(session, config) if config.loss.beta > 0 else None
+        self._reference = Reference(session, config) if self._objective.needs_reference else None
         self._rollouts = Rollouts(session, rollouts.max_sequences, rollouts.max_completion_length)
         self._manager = self._rollouts.manager(rewards, config.environment, rollouts.max_completion_length, config.seed)
         self._sampling = self._rollouts.sampling(rollouts)
@@ -64,25 +64,24 @@ class Grpo:
     def start(self) -> None:
         return None
 
-    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
+    def step(self, step: int) -> dict[str, float]:
         config, clock = self._config, Clock()
         tasks = [self.tasks[i] for i in self._order(step)]
+        self._rewards.set_state(global_step=step, max_steps=self.total_steps, epoch=self._order.epoch(step))
         groups = self._rollouts.collect(self._manager, tasks, config.rollouts.num_generations, self._sampling, visit=step)
         generate_seconds = clock.lap()
-        values = assign_advantages(groups, config)
+        sequences = trained_sequences(groups)
+        values = self._prepare(groups, sequences)
         values |= rollout_metrics(groups)
         values |= self._rewards.report().metrics()
         self._log.write(step, groups)
-        sequences = trained_sequences(groups, config)
-        lr = self._schedule(self._session.learner.update_count)
-        values |= self._learn(step, sequences, metrics)
+        values |= self._learn(step, list(sequences.values()))
         learn_seconds = clock.lap()
         self._rollouts.weights_changed(step)
         tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
         self._num_tokens += tokens
         seconds = generate_seconds + learn_seconds + clock.lap()
         return values | {
-            "learning_rate": lr,
             "epoch": self._order.epoch(step),
             "num_tokens": float(self._num_tokens),
             "skipped_steps": float(self._session.updater.skipped),
@@ -92,30 +91,57 @@ class Grpo:
             "tokens_per_second": tokens / seconds,
         }
 
-    def _learn(self, step: int, sequences: Sequence[PackSequence], metrics: Metrics) -> dict[str, float]:
-        """All passes over one step's rollouts."""
-        if not sequences:
-            self._session.progress.note(f"step {step}: no completion could be scored; nothing was learned")
-            return {"loss": 0.0, "grad_norm": 0.0}
-        session, config = self._session, self._config
+    def _prepare(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], PackSequence]) -> dict[str, float]:
+        """Adds to the sequences all that the objective wants beside the present log-probabilities: the proximal and the reference's, and
+        advantages. Returns the reward metrics."""
+        trained = list(sequences.values())
         if self._updates_per_step > 1:
-            self._score(sequences, "proximal_logp", adapter="live")
+            self._score(self._session.learner, trained, "proximal_logp", "live")
         if self._reference is not None:
-            self._reference.score_into(sequences, self._score_batches)
-        results = []
+            self._reference.score_into(trained, self._score)
+        rewards: list[list[float | None]] = [[episode.reward for episode in group.episodes] for group in groups]
+        if isinstance(self._objective, PolicyGradient) and self._objective.kl_in_reward:
+            kl = self._kl_of(groups, sequences)
+            rewards = penalise(rewards, kl, self._config.loss.beta)
+        loss = self._config.loss
+        result = group_advantages(rewards, scale_rewards=loss.scale_rewards, loss_type=loss.loss_type)
+        for place, group in enumerate(groups):
+            for sample, episode in enumerate(group.episodes):
+                episode.advantage = float(result.values[place][sample])
+                if (place, sample) in sequences:
+                    sequences[place, sample].per_sequence["advantage"] = episode.advantage
+        return mean_metrics([result.metrics])
+
+    def _kl_of(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], PackSequence]) -> list[list[float]]:
+        """KL to the reference of every completion, in nats; 0 for an unscored one."""
+        by_id = {s.id: s for s in sequences.values()}
+        for batch in pack([[s] for s in by_id.values()], micro_batch_tokens(self._config)):
+            assert batch.ids is not None
+            for number, kl in zip(batch.ids, reference_kl(batch), strict=True):
+                by_id[int(number)].per_sequence["reward_kl"] = float(kl)
+        return [
+            [sequences[place, sample].per_sequence["reward_kl"] if (place, sample) in sequences else 0.0 for sample in range(len(group.episodes))]
+            for place, group in enumerate(groups)
+        ]
+
+    def _learn(self, step: int, sequences: Sequence[PackSequence]) -> dict[str, float]:
+        """All passes over one step's rollouts."""
+        session, config = self._session, self._config
+        lr = self._schedule(session.learner.update_count)
+        if not sequences:
+            session.progress.note(f"step {step}: no completion could be scored; nothing was learned")
+            return {"learning_rate": lr, "grad_norm": 0.0}
+        norms = []
         for iteration in range(config.loss.num_iterations):
             for minibatch in self._minibatches(step, iteration, sequences):
                 batches = pack([[s] for s in minibatch], micro_batch_tokens(config))
-                totals = Totals(tokens=sum(b.num_trained for b in batches), sequences=len(minibatch))
                 lr = self._schedule(session.learner.update_count)
-                results.append(session.updater.update(batches, self._objective, totals, lr, metrics))
+                result = session.updater.update(batches, self._objective, lr)
+                if result.applied:
+                    norms.append(result.grad_norm)
         if self._reference is not None:
             self._reference.after_step(step)
-        finite = [r for r in results if r.applied]
-        return {
-            "loss": float(np.mean([r.loss for r in results])),
-            "grad_norm": float(np.mean([r.grad_norm for r in finite])) if finite else float("nan"),
-        }
+        return {"learning_rate": lr} | ({"grad_norm": float(np.mean(norms))} if norms else {})
 
     def _minibatches(self, step: int, iteration: int, sequences: Sequence[PackSequence]) -> list[list[PackSequence]]:
         """Mixed anew for every pass; within a minibatch sequences keep their order, by prompt and sample."""
@@ -125,11 +151,8 @@ class Grpo:
         order = seeded(self._config.seed, step, iteration).permutation(len(sequences))
         return [[sequences[i] for i in sorted(part)] for part in np.array_split(order, parts) if len(part)]
 
-    def _score(self, sequences: Sequence[PackSequence], name: str, adapter: str) -> None:
-        self._score_batches(self._session.learner, sequences, name, adapter)
-
-    def _score_batches(self, learner: Any, sequences: Sequence[PackSequence], name: str, adapter: str) -> None:
-        """Adds the learner's log-probabilities to each sequence as `per_token[name]`, aligned with its tokens."""
+    def _score(self, learner: Learner, sequences: Sequence[PackSequence], name: str, adapter: AdapterUse) -> None:
+        """Adds a learner's log-probabilities to each sequence as `per_token[name]`, aligned with its tokens."""
         by_id = {s.id: s for s in sequences}
         for batch in pack([[s] for s in sequences], micro_batch_tokens(self._config)):
             stats = learner.score(batch, temperature=self._logp.temperature, valid_vocab=self._logp.valid_vocab, adapter=adapter)
@@ -161,38 +184,27 @@ class Grpo:
         self._rewards.close()
 
 
-def assign_advantages(groups: Sequence[Group], config: GrpoConfig) -> dict[str, float]:
-    """Sets `advantage` of every scored episode. Returns reward metrics, named as in TRL."""
-    result = group_advantages(
-        [[episode.reward for episode in group.episodes] for group in groups],
-        scale_rewards=config.loss.scale_rewards,
-        loss_type=config.loss.loss_type,
-    )
-    for group, advantages in zip(groups, result.advantages, strict=True):
-        for episode, advantage in zip(group.episodes, advantages, strict=True):
-            episode.advantage = advantage
-    return dict(result.metrics)
+def trained_sequences(groups: Sequence[Group]) -> dict[tuple[int, int], PackSequence]:
+    """Scored completions by (place of the prompt, sample), in that order. An unscored one has left its group: it trains nothing and
+    counts nowhere."""
+    places = [
+        (place, sample) for place, group in enumerate(groups) for sample, episode in enumerate(group.episodes) if episode.reward is not None
+    ]
+    return {key: sequence(groups[key[0]].episodes[key[1]], number) for number, key in enumerate(places)}
 
 
-def trained_sequences(groups: Sequence[Group], config: GrpoConfig) -> list[PackSequence]:
-    """Scored completions in the order of (prompt, sample). An unscored one has left its group: it trains nothing and counts nowhere."""
-    episodes = [episode for group in groups for episode in group.episodes if episode.reward is not None]
-    return [sequence(episode, number, config) for number, episode in enumerate(episodes)]
-
-
-def sequence(episode: Episode, number: int, config: GrpoConfig) -> PackSequence:
+def sequence(episode: Episode, number: int) -> PackSequence:
     (segment,) = episode.segments
-    masked = config.loss.mask_truncated_completions and episode.truncated
     return PackSequence(
         tokens=segment.tokens,
-        mask=[False] * len(segment.tokens) if masked else segment.sampled,
+        mask=segment.sampled,
         per_token={"behaviour_logp": np.asarray(segment.logps, dtype=np.float32)},
-        per_sequence={"advantage": episode.advantage, "truncated": float(episode.truncated)},
+        per_sequence={"truncated": float(episode.truncated)},
         id=number,
     )
 
 
-def spread(batch: PackedBatch, logp: NDArray[np.float32], name: str, by_id: Mapping[int, PackSequence]) -> None:
+def spread(batch: PackedBatch, logp: FloatArray, name: str, by_id: Mapping[int, PackSequence]) -> None:
     """Hands each segment's values back to its sequence, shifted from the position that predicts to the token itself."""
     assert batch.ids is not None
     for segment, number in enumerate(batch.ids):

@@ -20,7 +20,6 @@ from surogate_rl.checkpoint import CheckpointStore
 from surogate_rl.models import save_adapter, save_model
 from surogate_rl.tracking import Tracker
 from surogate_rl.trainers.session import FINAL, Session
-from surogate_rl.trainers.update import Metrics
 
 _LEARNER = "learner/"
 _ALGORITHM = "algorithm/"
@@ -60,8 +59,8 @@ class Algorithm(Protocol):
         """Called once with the initial weights in the learner, before a checkpoint is loaded."""
         ...
 
-    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Does step `step` (from 1). Returns values of this step alone; `metrics` gathers weighted means."""
+    def step(self, step: int) -> dict[str, float]:
+        """Does step `step` (from 1). Returns values of this step alone; what objectives report gathers in the session's updater."""
         ...
 
     def evaluate(self, step: int) -> dict[str, float]: ...
@@ -101,14 +100,13 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
         with _graceful_stop(session) as stop:
             if done == 0 and config.eval is not None and config.eval.at_start:
                 evaluate(0)
-            means = Metrics()
             window = _Window()
             for step in range(done + 1, total + 1):
-                values = algorithm.step(step, means)
+                values = algorithm.step(step)
                 window.add(values)
                 if step % config.logging_steps == 0 or step == total:
-                    log(step, {**means.means(), **window.values()})
-                    means, window = Metrics(), _Window()
+                    log(step, {**session.updater.metrics.take(), **window.values()})
+                    window = _Window()
                 saved = save_at_all and (step % config.save_steps == 0 or step == total)
                 if config.eval is not None and config.eval.steps and step % config.eval.steps == 0 and step != total:
                     evaluate(step)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from surogate_rl.config.schema import GrpoConfig
 from surogate_rl.data.packing import PackSequence
-from surogate_rl.learner import Learner
+from surogate_rl.learner import AdapterUse, Learner
 from surogate_rl.trainers.session import Session, memory_limit
 
-Score = Callable[[Any, Sequence[PackSequence], str, str], None]
+Score = Callable[[Learner, Sequence[PackSequence], str, AdapterUse], None]
 NAME = "reference_logp"
 
 

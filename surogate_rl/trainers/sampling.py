@@ -42,7 +42,7 @@ class Rollouts:
             engine=self.engine,
             make_environment=environment_factory(environment),
             tokenizer=loaded.tokenizer,
-            encode_prompt=lambda task: encode_prompt(task, loaded.tokenizer),
+            encode=lambda task: encode_prompt(task, loaded.tokenizer),
             limits=Limits(max_completion_length, min(config.sequence_len, loaded.spec.max_positions)),
         )
         return RolloutManager(runner, rewards, seed)

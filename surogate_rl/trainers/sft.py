@@ -7,7 +7,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from surogate_rl.batch import Totals
 from surogate_rl.config.schema import SftConfig
 from surogate_rl.data import Example, load_examples
 from surogate_rl.data.packing import PackSequence, first_fit, pack
@@ -17,7 +16,7 @@ from surogate_rl.trainers.loop import Clock
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.supervised import HeldOut, check_first_gradient, nll_of
-from surogate_rl.trainers.update import LogpSettings, Metrics
+from surogate_rl.trainers.update import LogpSettings
 
 LOGP = LogpSettings(temperature=1.0, valid_vocab=0)
 
@@ -56,14 +55,13 @@ class Sft:
     def start(self) -> None:
         return None
 
-    def step(self, step: int, metrics: Metrics) -> dict[str, float]:
+    def step(self, step: int) -> dict[str, float]:
         clock = Clock()
         members = [i for row in self._order(step) for i in self._rows[row]]
         units = [[sequence(self.examples[i], i)] for i in members]
         batches = pack(units, micro_batch_tokens(self._config))
-        totals = Totals(tokens=sum(batch.num_trained for batch in batches), sequences=len(units))
         lr = self._schedule(self._session.learner.update_count)
-        result = self._session.updater.update(batches, self._objective, totals, lr, metrics)
+        result = self._session.updater.update(batches, self._objective, lr)
         check_first_gradient(step, result, self._config)
         tokens = sum(batch.num_tokens for batch in batches)
         self._num_tokens += tokens

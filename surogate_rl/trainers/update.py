@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from surogate_rl.batch import FloatArray, PackedBatch, Totals
+from surogate_rl.batch import PackedBatch, Totals
 from surogate_rl.config.schema import TrainConfig
 from surogate_rl.learner import Learner
-from surogate_rl.objectives import Objective
-from surogate_rl.objectives.gradient import concatenate, seeds, split
+from surogate_rl.objectives import LinearObjective, Objective, mean_metrics, seeds, step_seeds, totals_of
 
 
 class TooManySkippedSteps(RuntimeError):
     """So many updates in a row had a gradient that is not finite that the run cannot be saved by skipping."""
 
 
-@dataclass
-class Metrics:
-    """Weighted means under way: name -> [sum, weight]."""
+class MetricSums:
+    """What objectives reported since it was last read, added up over micro-batches, minibatches and steps."""
 
-    sums: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._parts: list[Mapping[str, tuple[float, float]]] = []
 
-    def add(self, name: str, total: float, weight: float) -> None:
-        entry = self.sums.setdefault(name, [0.0, 0.0])
-        entry[0] += total
-        entry[1] += weight
+    def add(self, metrics: Mapping[str, tuple[float, float]]) -> None:
+        self._parts.append(metrics)
 
-    def means(self) -> dict[str, float]:
-        """Names that gathered no weight are left out."""
-        return {name: total / weight for name, (total, weight) in self.sums.items() if weight > 0}
+    def take(self) -> dict[str, float]:
+        """The means (extremes of ``/max`` and ``/min``); starts anew."""
+        means = mean_metrics(self._parts)
+        self._parts = []
+        return means
 
 
 @dataclass(frozen=True)
@@ -56,19 +53,21 @@ class Updater:
         self.learner = learner
         self.config = config
         self.logp = logp
+        self.metrics = MetricSums()
         self.skipped_in_a_row = 0
         self.skipped = 0
 
-    def update(self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals, lr: float, metrics: Metrics) -> UpdateResult:
-        """Gradients of all `batches`, summed, then one step of the optimiser at rate `lr`.
+    def update(self, batches: Sequence[PackedBatch], objective: Objective, lr: float) -> UpdateResult:
+        """Gradients of all `batches`, summed, then one step of the optimiser at rate `lr`. What the objective reports goes to `metrics`.
 
         A loss or gradient that is not finite changes no weight and no optimiser state: it is counted, and after
         `max_skipped_steps` in a row `TooManySkippedSteps` is raised.
         """
+        totals = totals_of(objective, batches)
         if objective.unit == "step":
-            loss, finite = self._backward_whole_step(batches, objective, totals, metrics)
+            loss, finite = self._backward_whole_step(batches, objective, totals)
         else:
-            loss, finite = self._backward_each(batches, objective, totals, metrics)
+            loss, finite = self._backward_each(batches, objective, totals)
         config = self.config
         if finite:
             stats = self.learner.step(
@@ -85,15 +84,12 @@ class Updater:
         self._count_skips(applied, loss)
         return UpdateResult(loss, grad_norm, applied)
 
-    def _backward_each(
-        self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals, metrics: Metrics
-    ) -> tuple[float, bool]:
+    def _backward_each(self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals) -> tuple[float, bool]:
         loss = 0.0
         temperature, valid_vocab = self.logp.temperature, self.logp.valid_vocab
         for batch in batches:
-            known = objective.known_seeds(batch, totals)
-            if known is not None:
-                # the loss is linear in logp: its gradient is there before the pass, so the head's product runs once
+            if isinstance(objective, LinearObjective):
+                known = objective.known_seeds(batch, totals)
                 stats = self.learner.forward_backward(batch, known, temperature=temperature, valid_vocab=valid_vocab)
                 result = seeds(objective, stats.logp, None, batch, totals)
             else:
@@ -106,29 +102,21 @@ class Updater:
             if not result.finite:
                 return result.loss, False
             loss += result.loss
-            for name, (total, weight) in result.metrics.items():
-                metrics.add(name, total, weight)
+            self.metrics.add(result.metrics)
         return loss, True
 
-    def _backward_whole_step(
-        self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals, metrics: Metrics
-    ) -> tuple[float, bool]:
+    def _backward_whole_step(self, batches: Sequence[PackedBatch], objective: Objective, totals: Totals) -> tuple[float, bool]:
         """Score everything, ask the objective once, then run each micro-batch with its share of the seeds."""
         temperature, valid_vocab = self.logp.temperature, self.logp.valid_vocab
         scored = [
             self.learner.score(batch, temperature=temperature, valid_vocab=valid_vocab, entropy=objective.needs_entropy) for batch in batches
         ]
-        whole = concatenate(batches)
-        logp: FloatArray = np.concatenate([stats.logp for stats in scored])
-        entropies = [stats.entropy for stats in scored if stats.entropy is not None]
-        entropy: FloatArray | None = np.concatenate(entropies) if entropies else None
-        result = seeds(objective, logp, entropy, whole, totals)
+        result = step_seeds(objective, [stats.logp for stats in scored], [stats.entropy for stats in scored], batches, totals)
         if not result.finite:
             return result.loss, False
-        for batch, dlogp, dentropy in split(batches, result.dlogp, result.dentropy):
+        for batch, dlogp, dentropy in zip(batches, result.dlogp, result.dentropy, strict=True):
             self.learner.forward_backward(batch, dlogp, dentropy, temperature=temperature, valid_vocab=valid_vocab)
-        for name, (total, weight) in result.metrics.items():
-            metrics.add(name, total, weight)
+        self.metrics.add(result.metrics)
         return result.loss, True
 
     def _count_skips(self, applied: bool, loss: float) -> None:
