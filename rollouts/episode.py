@@ -77,7 +77,7 @@ class EpisodeRunner:
             )
         )
         # text is for people, rewards and environments; what is trained are the ids above
-        episode.completion = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        episode.completion = str(self.tokenizer.decode(completion.tokens, skip_special_tokens=True))
         episode.finish_reason = completion.finish_reason
         episode.truncated = completion.finish_reason == "length"
         if episode.task.messages is not None:
