@@ -26,11 +26,17 @@ F32 = NDArray[np.float32]
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # Settings of a PEFT config that do not change what a loaded adapter computes, or that are read by name.
-_NEUTRAL = {
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "r",
-    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "megatron_core", "qalora_group_size", "init_lora_weights", "layers_to_transform",
-    "layers_pattern", "eva_config", "lora_ga_config", "runtime_config", "ensure_weight_tying",
-}  # fmt: skip
+_IDENTITY = {"peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
+_READ = {"r", "lora_alpha", "target_modules", "init_lora_weights"}
+_HARMLESS = {
+    "lora_dropout",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "megatron_core",
+    "qalora_group_size",
+    "ensure_weight_tying",
+}
 _OFF: tuple[Any, ...] = (None, False, "none", "", 0, {}, [])
 # Initialisations that change the base weights too, so that the adapter alone is not the model.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -153,7 +159,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; only LORA")
     for key, value in config.items():
-        if key not in _NEUTRAL and value not in _OFF:
+        if key not in _IDENTITY | _READ | _HARMLESS and value not in _OFF:
             raise ModelError(
                 f"{path}: {key} = {value!r} is not supported; only plain LoRA (no rslora, dora, bias, modules_to_save or patterns)"
             )
