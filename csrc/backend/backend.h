@@ -14,7 +14,8 @@ struct Segments {
     std::int64_t count = 0;
 };
 
-/// Where the keys and values of the sequences of one decode call lie: blocks of `block_size` positions of one layer's cache.
+/// Where the keys and values of the sequences of one decode call lie: blocks of `block_size` positions of one layer's cache. How they lie within
+/// 16 rows is the back-end's own business; block_size is a multiple of 16, and blocks may be copied as a whole.
 struct PagedCache {
     Tensor keys;                               // [blocks * block_size, K * D]
     Tensor values;                             // [blocks * block_size, K * D]
@@ -28,6 +29,15 @@ struct AttentionShape {
     std::int64_t heads, kv_heads, head_dim;
     float scale;
     std::int64_t window;  // 0: the whole segment
+};
+
+/// How one row of logits becomes a token. Filters apply in this order: temperature, top_k, top_p (of what top_k left), min_p.
+struct SampleRow {
+    float temperature;  // 0: the most probable token, the lowest id of equal ones
+    float top_p;        // in (0, 1]
+    float min_p;        // in [0, 1], relative to the most probable token
+    std::int32_t top_k;  // 0: off
+    double uniform;      // in (0, 1); the token is the inverse of the cumulative distribution there
 };
 
 struct AdamWOptions {
@@ -114,6 +124,10 @@ class Backend {
     virtual void cache_write(const PagedCache& cache, const Tensor& qkv, const Tensor& slots, const AttentionShape& shape) = 0;
     /// out [n, H*D]; query row i belongs to sequence i
     virtual void paged_attention(const Tensor& out, const Tensor& qkv, const PagedCache& cache, const AttentionShape& shape) = 0;
+
+    /// tokens, logp [n], host; logits [n, V], of which the first `valid_vocab` count. logp is at the row's temperature (1 where that is 0) and
+    /// before the filters. A row with a logit that is not finite gives the token -1.
+    virtual void sample(std::int32_t* tokens, float* logp, const Tensor& logits, const SampleRow* rows, std::int64_t valid_vocab) = 0;
 
     virtual void synchronize() = 0;
 };
