@@ -10,13 +10,12 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surogate_rl import __version__
-from surogate_rl.console import is_input_error, newest_checkpoint, print_error, print_summary, print_warning
+from surogate_rl.console import is_input_error, newest_checkpoint, print_error, print_message, print_summary, print_warning
 
 if TYPE_CHECKING:
     from surogate_rl.config import Command, TrainConfig
@@ -37,9 +36,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the file, e.g. rollouts.num_generations=16; may be repeated."),
 ]
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print the resolved configuration, the memory plan and the steps; load nothing.")
-]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration, memory plan and steps; load nothing.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
@@ -157,7 +154,7 @@ def _guard(act: Callable[[], None], debug: bool, output_dir: list[str] | None) -
     try:
         act()
     except KeyboardInterrupt as error:
-        print_error(KeyboardInterrupt(_interrupted(str(error), output_dir)), debug=debug)
+        print_message(_interrupted(str(error), output_dir))
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
         # The reader of our output went away (such as `| head`): nothing is left to say, not even by the interpreter's own flush.
@@ -166,9 +163,8 @@ def _guard(act: Callable[[], None], debug: bool, output_dir: list[str] | None) -
     except (typer.Exit, SystemExit):
         raise
     except BaseException as error:
-        interrupted = isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt) is not None
-        if interrupted:
-            print_error(KeyboardInterrupt(_interrupted("", output_dir)), debug=debug)
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(KeyboardInterrupt) is not None:
+            print_message(_interrupted("", output_dir))
             raise typer.Exit(INTERRUPTED) from None
         print_error(error, debug=debug)
         raise typer.Exit(BAD_INPUT if is_input_error(error) else FAILED) from None
@@ -182,12 +178,7 @@ def _interrupted(message: str, output_dir: list[str] | None) -> str:
         return "stopped; nothing was started"
     newest = newest_checkpoint(output_dir[0])
     if newest is None:
-        where = Path(output_dir[0])
-        return (
-            f"stopped; no checkpoint was saved yet, {where} holds what was logged"
-            if where.exists()
-            else "stopped before anything was saved"
-        )
+        return "stopped; no checkpoint was saved yet"
     return f"stopped at once; the newest checkpoint is {newest}; go on with --set resume=auto"
 
 

@@ -213,6 +213,10 @@ def print_warning(message: str, stream: TextIO | None = None) -> None:
     _write(f"warning: {message}", stream)
 
 
+def print_message(message: str, stream: TextIO | None = None) -> None:
+    _write(message, stream)
+
+
 def print_error(error: BaseException, *, debug: bool = False, stream: TextIO | None = None) -> None:
     """The sentences of the error, without a traceback unless ``debug``. A configuration's errors stand one a line as they are."""
     lines = getattr(error, "lines", None)

@@ -1,0 +1,119 @@
+"""The report as one HTML text. Everything that comes from a model or a file is escaped."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from html import escape
+
+from surogate_rl.console import SHOWN, format_number, format_seconds
+from surogate_rl.report.charts import line_chart
+from surogate_rl.report.data import Rollout, RolloutStep, Run, Series
+from surogate_rl.report.style import CSS, SCRIPT
+
+# Lower bounds of the probability for each colour, from plain to hot.
+SHADES = (0.9, 0.6, 0.3, 0.1, 0.01)
+
+
+def shade(logp: float) -> int:
+    """0 for a token that was nearly certain, 5 for one that was sampled against the odds."""
+    probability = math.exp(min(logp, 0.0)) if not math.isnan(logp) else 0.0
+    return next((level for level, bound in enumerate(SHADES) if probability >= bound), len(SHADES))
+
+
+def render(run: Run) -> str:
+    """A self-contained page: light and dark, no request to anywhere."""
+    training, evaluation = _split(run.series)
+    body = [_head(run), _tiles(training, evaluation)]
+    if evaluation:
+        body.append(_charts("Evaluation", evaluation))
+    body.append(_charts("Training", training))
+    if run.rollouts:
+        body.append(_rollouts(run))
+    if run.notes:
+        body.append("<h2>Notes</h2>" + "".join(f"<p>{escape(note)}</p>" for note in run.notes))
+    if run.config:
+        body.append(f"<h2>Configuration</h2><details><summary>config.yaml</summary><pre>{escape(run.config)}</pre></details>")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.name)}</title><style>{CSS}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + f"\n<script>{SCRIPT}</script>\n</body></html>\n"
+    )
+
+
+def _split(series: list[Series]) -> tuple[list[Series], list[Series]]:
+    """Training and evaluation, what matters most first."""
+    order = {name: index for index, name in enumerate(SHOWN)}
+    ranked = sorted(series, key=lambda item: (order.get(item.name, len(order)), item.name))
+    evaluation = [item for item in ranked if item.name.startswith(("eval_", "eval/"))]
+    return [item for item in ranked if item not in evaluation], evaluation
+
+
+def _head(run: Run) -> str:
+    facts = [f"{run.last_step} steps"]
+    if run.first_time and run.last_time:
+        begin, end = datetime.fromisoformat(run.first_time), datetime.fromisoformat(run.last_time)
+        facts += [f"{begin:%Y-%m-%d %H:%M} UTC", f"{format_seconds((end - begin).total_seconds())} from the first to the last line"]
+    return f'<h1>{escape(run.name)}</h1><p class="soft">{escape(", ".join(facts))}</p>'
+
+
+def _tiles(training: list[Series], evaluation: list[Series]) -> str:
+    wanted = [item for item in training if item.name in SHOWN[:8]] + evaluation[:6]
+    tiles = [(item.name, item.last) for item in wanted]
+    cells = "".join(
+        f'<div class="tile"><b>{format_number(last)}</b><span>{escape(name)}</span></div>' for name, last in tiles if last is not None
+    )
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _charts(title: str, series: list[Series]) -> str:
+    if not series:
+        return f"<h2>{title}</h2><p>No metrics were logged.</p>"
+    return f'<h2>{title}</h2><div class="charts">{"".join(line_chart(item.name, item.points) for item in series)}</div>'
+
+
+def _rollouts(run: Run) -> str:
+    bounds = [f"p ≥ {SHADES[0]:g}", *(f"≥ {bound:g}" for bound in SHADES[1:]), f"&lt; {SHADES[-1]:g}"]
+    legend = " ".join(f'<span class="t{level}">{text}</span>' for level, text in enumerate(bounds))
+    some = f"{len(run.rollouts)} of {run.steps_with_rollouts} steps" if len(run.rollouts) < run.steps_with_rollouts else "all steps"
+    head = f'<h2>Rollouts</h2><p class="soft legend">{some}. Tokens by the probability they were sampled with: {legend}</p>'
+    last = len(run.rollouts) - 1
+    return head + "".join(_step(step, opened=index == last) for index, step in enumerate(run.rollouts))
+
+
+def _step(step: RolloutStep, opened: bool) -> str:
+    count = f"{len(step.shown)} of {step.total} completions" if len(step.shown) < step.total else f"{step.total} completions"
+    scored = [rollout.reward for rollout in step.shown if rollout.reward is not None]
+    mean = f", mean reward of these {format_number(sum(scored) / len(scored))}" if scored else ""
+    cards = []
+    previous = None
+    for rollout in step.shown:
+        cards.append(_rollout(rollout, with_prompt=rollout.task != previous))
+        previous = rollout.task
+    return f"<details class='step'{' open' if opened else ''}><summary>Step {step.step}: {count}{mean}</summary>{''.join(cards)}</details>"
+
+
+def _rollout(rollout: Rollout, with_prompt: bool) -> str:
+    facts = [("task", str(rollout.task), ""), ("sample", str(rollout.sample), "")]
+    facts.append(("reward", "unscored" if rollout.reward is None else format_number(rollout.reward), ""))
+    if rollout.advantage is not None:
+        tone = "good" if rollout.advantage > 0 else "bad" if rollout.advantage < 0 else ""
+        facts.append(("advantage", format_number(rollout.advantage), tone))
+    if len(rollout.rewards) > 1:
+        facts += [(name, "none" if value is None else format_number(value), "") for name, value in rollout.rewards.items()]
+    facts += [("tokens", str(len(rollout.tokens)), ""), ("ended by", rollout.finish_reason, "")]
+    if rollout.error:
+        facts.append(("error", rollout.error, "bad"))
+    line = "".join(f'<span>{escape(name)} <b class="{tone}">{escape(value)}</b></span>' for name, value, tone in facts)
+    prompt = f'<div class="text prompt">{escape(rollout.prompt)}</div>' if with_prompt and rollout.prompt else ""
+    text = "".join(map(_token, rollout.tokens)) if rollout.tokens else escape(rollout.completion)
+    return f'<div class="rollout"><div class="facts">{line}</div>{prompt}<div class="text">{text}</div></div>'
+
+
+def _token(token: tuple[int, str, float]) -> str:
+    number, text, logp = token
+    shown = escape(text).replace("\n", '<span class="nl">↵</span>\n') if text else "∅"
+    hint = f"id {number}, p {math.exp(min(logp, 0.0)):.3g}, logp {logp:.3f}"
+    level = shade(logp)
+    return f'<span class="t{level}" title="{hint}">{shown}</span>' if level else f'<span title="{hint}">{shown}</span>'
