@@ -155,8 +155,8 @@ class PolicyGradient:
             entropy = trained.take(stats.entropy)
             metrics["entropy"] = (entropy.sum(), trained.count)
             if self.entropy_coef > 0:
+                metrics["policy_loss"] = (total, self._part(batch, trained, totals))  # as in TRL: the KL term included
                 total = total - self.entropy_coef * (entropy * trained.spread(weight)).sum() / max(totals.tokens, 1)
-                metrics["policy_loss"] = (policy, self._part(batch, trained, totals))
         elif self.entropy_coef > 0:
             raise ValueError("entropy_coef > 0 needs TokenStats.entropy, which the learner was not asked for")
         metrics["loss"] = (total, self._part(batch, trained, totals))

@@ -75,7 +75,7 @@ def _validate_preference(config: PreferenceLossConfig) -> None:
         _refuse(config, ["label_smoothing"], f"only {' and '.join(SMOOTHED_LOSSES)} smooth labels; remove it or use one of them")
     if loss_type == "robust" and config.label_smoothing == 0:
         raise ValueError(
-            "label_smoothing: 0 makes loss_type robust the same as sigmoid; set it to the share of wrong labels, for example 0.1, or use sigmoid"
+            "label_smoothing: 0 makes loss_type robust the same as sigmoid; set the share of wrong labels, for example 0.1, or use sigmoid"
         )
 
 
