@@ -16,5 +16,6 @@ PYBIND11_MODULE(_core, module) {
     });
 
     surogate::bind_learner(module);
+    surogate::bind_generator(module);
     module.def("blas_name", &surogate::blas_name, "The BLAS that does the matrix products, with its version where it tells one.");
 }
