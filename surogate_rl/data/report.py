@@ -33,7 +33,7 @@ class DatasetReport:
         truncated: rows cut to the limit and kept.
         untrained: rows dropped because no token would have been trained.
         unusable: rows dropped because the chat template renders them in a way that cannot be masked exactly.
-        split: conversations that became several examples, because the template rewrites earlier turns.
+        split: conversations that became several examples, because the template (or a merge of tokens) changes earlier turns.
         identical_pairs: preference pairs whose sides are the same tokens; they are kept and teach nothing.
         tokens, trained_tokens: over all items; for tasks, prompt tokens and 0.
         reasons: why rows were unusable, the first few.
@@ -62,7 +62,9 @@ class DatasetReport:
     def __str__(self) -> str:
         said = [f"{self.path} ({self.type}): {self.rows} rows, {self.kept} kept"]
         if self.items != self.kept:
-            said.append(f"{self.items} examples ({self.split} conversations were split because the chat template rewrites earlier turns)")
+            said.append(
+                f"{self.items} examples ({self.split} conversations were split, since their earlier turns look otherwise once more follows)"
+            )
         for count, text in (
             (self.overlong, "dropped as too long"),
             (self.truncated, "truncated"),

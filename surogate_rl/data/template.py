@@ -230,35 +230,40 @@ class ChatEncoder:
         return examples
 
     def _encode(self, conversation: Conversation, rendering: Rendering) -> list[Example]:
-        text = rendering.text
-        ids = self._tokens.ids(text)
+        text, ids = rendering.text, self._tokens.ids(rendering.text)
+        *earlier, last = rendering.spans
         marked = self._template.assistant_marks(conversation.messages[: rendering.last + 1], conversation.tools)
         marks = marked[1] if marked is not None and marked[0] == ids and _is_sane(marked[1]) else None
-        wanted = [position for span in rendering.spans for position in (span.start or 0, span.end)]
-        cuts = self._tokens.cuts(text, ids, wanted)
-        spans: list[tuple[int, int]] = []
-        others: list[_Span] = []
-        for number, span in enumerate(rendering.spans):
-            start, end = cuts[2 * number], cuts[2 * number + 1]
-            if span.start is None:
-                start, end = _last_run(marks, ids, self._tokens.special_ids)
+        if last.start is None:
+            start, end = _last_run(marks, ids, self._tokens.special_ids)
+        else:
+            start, end = self._tokens.cuts(text, ids, [last.start, last.end])
             if start is None or end is None:
-                others.append(span)
-                continue
-            spans.append(self._trained(ids, start, end))
-        made = []
-        for span in others:
-            made.extend(self._apart(conversation, span, rendering))
-        if spans:
-            last = spans[-1]
-            end = last[1]
-            tokens, closed = list(ids[:end]), end > last[0] and ids[end - 1] in self._tokens.special_ids
-            pieces = [piece for a, b in spans for piece in self._restrict(a, b, marks)]
-            if not closed:
-                tokens.append(self._tokens.eos_id)
-                pieces.append((end, end + 1))
-            made.append(make_example(tokens, pieces))
-        return made
+                # a merge spans the beginning of the turn: prompt and answer one by one, as when it is sampled
+                first, rest = self._tokens.join(text[: last.start], text[last.start :])
+                text, ids, marks, start, end = text[: last.start], [*first, *rest], None, len(first), len(first) + len(rest)
+        if start is None or end is None:
+            raise UnusableRow(
+                f"neither the chat template's {{% generation %}} nor its generation prompt tells which tokens of message {last.turn} "
+                "the assistant says; set a chat_template that does"
+            )
+        known = ids if text is rendering.text else ids[:start]
+        cuts = self._tokens.cuts(text, known, [position for span in earlier for position in (span.start or 0, span.end)])
+        spans: list[tuple[int, int]] = []
+        made: list[Example] = []
+        for span, first_token, end_token in zip(earlier, cuts[::2], cuts[1::2], strict=True):
+            if first_token is None or end_token is None:
+                alone = Rendering(span.turn, rendering.text[: span.end], (_Span(span.turn, span.start, span.end),))
+                made.extend(self._encode(conversation, alone))
+            else:
+                spans.append(self._trained(ids, first_token, end_token))
+        spans.append(self._trained(ids, start, end))
+        tokens = list(ids[: spans[-1][1]])
+        trained = [piece for span_start, span_end in spans for piece in _restrict(span_start, span_end, marks)]
+        if tokens[-1] not in self._tokens.special_ids:
+            trained.append((len(tokens), len(tokens) + 1))
+            tokens.append(self._tokens.eos_id)
+        return [*made, make_example(tokens, trained)]
 
     def _trained(self, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
         """The span without what the template writes behind the token that ends the turn: no policy samples that."""
@@ -268,29 +273,6 @@ class ChatEncoder:
             if not self._tokens.is_blank(ids[position]):
                 break
         return start, end
-
-    @staticmethod
-    def _restrict(start: int, end: int, marks: Sequence[bool] | None) -> list[tuple[int, int]]:
-        """The span where the template marks it for training, and always its last token, which ends the turn."""
-        if marks is None or not any(marks[start:end]):
-            return [(start, end)]
-        kept = [(i, i + 1) for i in range(start, end) if marks[i]]
-        return [*kept, (end - 1, end)]
-
-    def _apart(self, conversation: Conversation, span: _Span, rendering: Rendering) -> list[Example]:
-        """An example of its own for a turn whose beginning or end lies inside a token: prompt and answer are encoded one by one."""
-        if span.start is None:
-            raise UnusableRow(
-                f"neither the chat template's {{% generation %}} nor its generation prompt tells which tokens of message {span.turn} "
-                "the assistant says; set a chat_template that does"
-            )
-        prompt, answer = self._tokens.join(rendering.text[: span.start], rendering.text[span.start : span.end])
-        ids = [*prompt, *answer]
-        start, end = self._trained(ids, len(prompt), len(ids))
-        tokens = ids[:end]
-        if tokens[-1] not in self._tokens.special_ids:
-            tokens.append(self._tokens.eos_id)
-        return [make_example(tokens, [(start, len(tokens))])]
 
     # ---- other masks ----
 
@@ -321,6 +303,13 @@ def _says_something(message: Message) -> bool:
 
 def _is_sane(marks: Sequence[bool]) -> bool:
     return any(marks) and not all(marks)
+
+
+def _restrict(start: int, end: int, marks: Sequence[bool] | None) -> list[tuple[int, int]]:
+    """The span where the template marks it for training, and always its last token, which ends the turn."""
+    if marks is None or not any(marks[start:end]):
+        return [(start, end)]
+    return [*((i, i + 1) for i in range(start, end) if marks[i]), (end - 1, end)]
 
 
 def _last_run(marks: Sequence[bool] | None, ids: Sequence[int], special: frozenset[int]) -> tuple[int | None, int | None]:

@@ -148,23 +148,21 @@ class Tokens:
         """
         first = self.ids(prompt)
         whole = self.ids(prompt + answer)
-        rest = whole[len(first) :] if whole[: len(first)] == first else self._continuation(first, whole, answer)
+        rest = whole[len(first) :] if whole[: len(first)] == first else self._continuation(prompt, first, whole, answer)
         if not rest:
             raise UnusableRow(f"the answer {answer[:40]!r} has no token of its own")
         return first, rest
 
-    def _continuation(self, first: list[int], whole: list[int], answer: str) -> list[int]:
+    def _continuation(self, prompt: str, first: list[int], whole: list[int], answer: str) -> list[int]:
         spelled = self.decode(whole)
-        alone = self.ids(answer)
-        if self.decode(first + alone) == spelled:
-            return alone
-        # tokenizers that put a space before the first word of any text: begin with a special token instead
-        anchor = self.tokenizer.eos_token
-        if isinstance(anchor, str):
-            start = self.ids(anchor)
-            anchored = self.ids(anchor + answer)
-            if anchored[: len(start)] == start and self.decode(first + anchored[len(start) :]) == spelled:
-                return anchored[len(start) :]
-        if self.decode(alone).strip() == answer.strip():
-            return alone
+        # tokenizers that put a space before the first word of any text get something to come after
+        for anchor in ("", self.tokenizer.eos_token, "\n", ".", prompt[-1]):
+            if not isinstance(anchor, str):
+                continue
+            start, both = self.ids(anchor) if anchor else [], self.ids(anchor + answer)
+            if both[: len(start)] == start and self.decode(first + both[len(start) :]) == spelled:
+                return both[len(start) :]
+        # where decoding does not give the text back (words with spaces between) it can prove nothing about the cut
+        if spelled.strip() != (prompt + answer).strip() and self.decode(self.ids(answer)).strip() == answer.strip():
+            return self.ids(answer)
         raise UnusableRow(f"the tokenizer merges prompt and answer, and no ids spell the answer {answer[:40]!r} by itself")
