@@ -36,9 +36,9 @@ class FakeEngine:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            await asyncio.sleep(0.05 / number)
             if number == self.fail_on:
                 raise RuntimeError("engine died")
+            await asyncio.sleep(0.05 / number)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

@@ -1,0 +1,1 @@
+"""Speed beside a peer in one run. ``python -m benchmarks.run --help``."""
