@@ -22,7 +22,18 @@ LINES = [
     "because bye hi yes no 0 1 2 3 4 5 6 7 8 9\n\n\n",
 ]
 
-SPECIAL = ["<|begin|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|end_header|>", "<|eot|>", "<|user|>", "<|assistant|>", "<|end|>"]
+SPECIAL = [
+    "<|begin|>",
+    "<|eos|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|header|>",
+    "<|end_header|>",
+    "<|eot|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -56,9 +67,7 @@ OPENED_THINKING = (
     "{% else %}{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
 )
 # no special token anywhere
-PLAIN = (
-    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
+PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 # <|role|>content<|end|>, thinking dropped unless last
 TERSE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] if loop.last else m['content'].split('</think>')[-1]) + '<|end|>' }}"
@@ -104,7 +113,9 @@ def build_bpe(template: str | None, *, bos: bool, eos: str, prefix_space: bool) 
 def make_tokenizer() -> MakeTokenizer:
     """Byte-level BPE; pad equals eos, which must never matter."""
 
-    def make(template: str | None = CHATML, *, bos: bool = False, eos: str = "<|im_end|>", prefix_space: bool = False) -> PreTrainedTokenizerFast:
+    def make(
+        template: str | None = CHATML, *, bos: bool = False, eos: str = "<|im_end|>", prefix_space: bool = False
+    ) -> PreTrainedTokenizerFast:
         return build_bpe(template, bos=bos, eos=eos, prefix_space=prefix_space)
 
     return make

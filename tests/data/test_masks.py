@@ -153,7 +153,9 @@ def test_every_turn_is_trained_once(make_tokenizer: Make, templates: dict[str, s
     assert "split" in str(report)
 
 
-def test_answer_verified_word_for_word_where_the_prompt_opens_a_thought(make_tokenizer: Make, templates: dict[str, str], write_rows: Write) -> None:
+def test_answer_verified_word_for_word_where_the_prompt_opens_a_thought(
+    make_tokenizer: Make, templates: dict[str, str], write_rows: Write
+) -> None:
     tokenizer = make_tokenizer(templates["opened_thinking"], eos="<|eos|>")
     first, second = load([chat("hi", "Hello", "bye", "no")], tokenizer, write_rows)
     assert said(first, tokenizer) == ["Hello<|eos|>"]
