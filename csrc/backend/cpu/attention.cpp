@@ -8,7 +8,7 @@
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/gemm.h"
 
-// Blocked attention with a running softmax (Dao et al., "FlashAttention", 2022) over matrix products of the BLAS. A block holds the queries of
+// Forward is blocked attention with a running softmax (Dao et al., "FlashAttention", 2022) over matrix products of the BLAS. A block holds the queries of
 // all heads that share one kv-head, stacked, so that its products are large even for small heads. Only blocks at or below the diagonal and
 // inside the window are computed.
 
@@ -17,6 +17,7 @@ namespace surogate {
 namespace {
 
 constexpr std::int64_t kKeyBlock = 256;
+constexpr std::int64_t kScoreFloats = std::int64_t{1} << 20;  // of the scores that backward holds at once, per thread and of each kind
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 /// Queries of one block: about 192 stacked rows.
@@ -206,46 +207,42 @@ void CpuBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, cons
             std::fill_n(dvalues + (key - origin) * sum_stride, size, 0.0f);
         }
 
-        const std::int64_t most = heads.group * std::min(block, item.end - item.begin);
-        float* queries = pool_.scratch(worker, static_cast<std::size_t>(most * (3 * size + 2 * kKeyBlock + 1)));
+        // All keys of a query are at hand at once: the sum over them of p * dp, taken from the very numbers that it is subtracted from, lets
+        // their rounding errors cancel, which out * dout (the same sum in exact numbers) would not.
+        const std::int64_t span = item.end - first_key;
+        const std::int64_t step = std::min(block, std::max<std::int64_t>(16, kScoreFloats / (heads.group * span)));
+        const std::int64_t most = heads.group * std::min(step, item.end - item.begin);
+        float* queries = pool_.scratch(worker, static_cast<std::size_t>(most * (3 * size + 2 * span)));
         float* gradients = queries + most * size;
         float* dqueries = gradients + most * size;
         float* weights = dqueries + most * size;
-        float* dscores = weights + most * kKeyBlock;
-        float* deltas = dscores + most * kKeyBlock;
-        for (std::int64_t begin = item.begin; begin < item.end; begin += block) {
-            const std::int64_t end = std::min(begin + block, item.end), count = end - begin, rows = heads.group * count;
+        float* dscores = weights + most * span;
+        for (std::int64_t begin = item.begin; begin < item.end; begin += step) {
+            const std::int64_t end = std::min(begin + step, item.end), count = end - begin, rows = heads.group * count;
+            const std::int64_t first = keys_of(begin, shape.window).begin, width = end - first;
             stack(kernels_, queries, qkv, item.start + begin, count, heads, shape.scale);
             stack(kernels_, gradients, dout, item.start + begin, count, heads, 1.0f);
+            const float* keys = heads.keys + first * qkv.stride;
+            gemm(weights, width, {queries, size}, {keys, qkv.stride, true}, rows, width, size, 1.0f, 0.0f);
+            gemm(dscores, width, {gradients, size}, {heads.values + first * qkv.stride, qkv.stride, true}, rows, width, size, 1.0f, 0.0f);
             for (std::int64_t r = 0; r < rows; ++r) {
-                const float* own = row(out, item.start + begin + r % count) + (heads.first_head + r / count) * size;
-                deltas[r] = kernels_.dot(own, gradients + r * size, size);
-            }
-            const std::int64_t first = keys_of(begin, shape.window).begin;
-            for (std::int64_t key = first; key < end; key += kKeyBlock) {
-                const std::int64_t width = std::min(kKeyBlock, end - key);
-                const Operand keys{heads.keys + key * qkv.stride, qkv.stride}, values{heads.values + key * qkv.stride, qkv.stride, true};
-                gemm(weights, width, {queries, size}, {keys.data, keys.stride, true}, rows, width, size, 1.0f, 0.0f);
-                gemm(dscores, width, {gradients, size}, values, rows, width, size, 1.0f, 0.0f);
-                for (std::int64_t r = 0; r < rows; ++r) {
-                    float* p = weights + r * width;
-                    float* ds = dscores + r * width;
-                    const KeyRange all = keys_of(begin + r % count, shape.window);
-                    const std::int64_t from = std::clamp<std::int64_t>(all.begin - key, 0, width);
-                    const std::int64_t to = std::max(from, std::clamp<std::int64_t>(all.end - key, 0, width));
-                    for (float* line : {p, ds}) {
-                        std::fill(line, line + from, 0.0f);
-                        std::fill(line + to, line + width, 0.0f);
-                    }
-                    const float own_lse = row(lse, item.start + begin + r % count)[heads.first_head + r / count];
-                    kernels_.exp_shifted(p + from, p + from, own_lse, to - from);
-                    kernels_.softmax_backward(ds + from, p + from, deltas[r], to - from);
+                float* p = weights + r * width;
+                float* ds = dscores + r * width;
+                const KeyRange all = keys_of(begin + r % count, shape.window);
+                const std::int64_t from = all.begin - first, to = all.end - first;
+                for (float* line : {p, ds}) {
+                    std::fill(line, line + from, 0.0f);
+                    std::fill(line + to, line + width, 0.0f);
                 }
-                const std::int64_t at = (key - origin) * sum_stride;
-                gemm(dvalues + at, sum_stride, {weights, width, true}, {gradients, size}, width, size, rows, 1.0f, 1.0f);
-                gemm(dkeys + at, sum_stride, {dscores, width, true}, {queries, size}, width, size, rows, 1.0f, 1.0f);
-                gemm(dqueries, size, {dscores, width}, keys, rows, size, width, shape.scale, key == first ? 0.0f : 1.0f);
+                const float own_lse = row(lse, item.start + begin + r % count)[heads.first_head + r / count];
+                const float sum = kernels_.exp_shifted(p + from, p + from, own_lse, to - from);
+                kernels_.scale(p + from, p + from, 1.0f / sum, to - from);  // 1 but for the rounding of lse
+                kernels_.softmax_backward(ds + from, p + from, kernels_.dot(p + from, ds + from, to - from), to - from);
             }
+            const std::int64_t at = (first - origin) * sum_stride;
+            gemm(dvalues + at, sum_stride, {weights, width, true}, {gradients, size}, width, size, rows, 1.0f, 1.0f);
+            gemm(dkeys + at, sum_stride, {dscores, width, true}, {queries, size}, width, size, rows, 1.0f, 1.0f);
+            gemm(dqueries, size, {dscores, width}, {keys, qkv.stride}, rows, size, width, shape.scale, 0.0f);
             for (std::int64_t r = 0; r < rows; ++r) {
                 std::memcpy(row(dqkv, item.start + begin + r % count) + (heads.first_head + r / count) * size, dqueries + r * size,
                             static_cast<std::size_t>(size) * sizeof(float));

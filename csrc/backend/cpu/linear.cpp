@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <array>
+
 #include "backend/cpu/checks.h"
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/gemm.h"
@@ -50,8 +53,15 @@ void CpuBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, cons
 void CpuBackend::bias_backward(const Tensor& db, const Tensor& dy) {
     check_vector("bias_backward", "db", db, dy.columns);
     check("bias_backward", "dy", dy, dy.rows, dy.columns);
-    pool_.parallel_ranges(dy.columns, 256, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t t = 0; t < dy.rows; ++t) kernels_.add(db.f32() + begin, row(dy, t) + begin, end - begin);
+    // Sums of blocks of rows are added up, not row after row: rounding errors then grow with the block's size and not with T.
+    constexpr std::int64_t kRows = 32, kColumns = 256;
+    pool_.parallel_ranges(dy.columns, kColumns, [&](std::int64_t begin, std::int64_t end) {
+        std::array<float, kColumns> sums;
+        for (std::int64_t first = 0; first < dy.rows; first += kRows) {
+            sums.fill(0.0f);
+            for (std::int64_t t = first; t < std::min(first + kRows, dy.rows); ++t) kernels_.add(sums.data(), row(dy, t) + begin, end - begin);
+            kernels_.add(db.f32() + begin, sums.data(), end - begin);
+        }
     });
 }
 
