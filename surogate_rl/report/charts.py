@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
+from itertools import pairwise
 
 from surogate_rl.console import format_number
 
 WIDTH, HEIGHT = 380, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 24
 MAX_POINTS = 300
+SMOOTH_FROM = 60
 
 Point = tuple[int, float | None]
 Scale = Callable[[float], float]
@@ -26,6 +28,32 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def tick_label(value: float) -> str:
+    """Short enough for the margin: ``0.25``, ``5e-07``, ``20k``, ``1.5M``, ``3B``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / min(size, 1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.4g}"
+
+
+def running_mean(points: Sequence[Point], window: int) -> list[Point]:
+    """The mean of the finite values among the ``window`` points around each point (fewer at the ends, evenly on both sides)."""
+    smooth: list[Point] = []
+    for index, (step, _) in enumerate(points):
+        reach = min(window // 2, index, len(points) - 1 - index)
+        near = [value for _, value in points[index - reach : index + reach + 1] if value is not None]
+        smooth.append((step, sum(near) / len(near) if near else None))
+    return smooth
+
+
+def is_noisy(points: Sequence[Point]) -> bool:
+    """Whether a long curve goes up and down so much that its course is hard to see."""
+    values = [value for _, value in points if value is not None]
+    if len(values) < SMOOTH_FROM:
+        return False
+    return sum(abs(after - before) for before, after in pairwise(values)) > 8 * (max(values) - min(values))
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
@@ -61,6 +89,7 @@ def line_chart(title: str, points: Sequence[Point]) -> str:
     head = f'<figcaption><span class="name">{escape(title)}</span><span class="last">{escape(last)}</span></figcaption>'
     if not finite:
         return f'<figure class="chart">{head}</figure>'
+    smoothed = is_noisy(points)
     shown, band = reduce(points)
     x_low, x_high = min(step for step, _ in points), max(step for step, _ in points)
     if x_low == x_high:
@@ -73,6 +102,9 @@ def line_chart(title: str, points: Sequence[Point]) -> str:
     def y(value: float) -> float:
         return TOP + (y_high - value) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
 
+    def path(run: Sequence[tuple[int, float]]) -> str:
+        return " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
+
     parts = [*_axes(x_low, x_high, y_low, y_high, x, y)]
     if band:
         edge = [f"{x(step):.1f},{y(high):.1f}" for step, _, high in band] + [
@@ -82,7 +114,10 @@ def line_chart(title: str, points: Sequence[Point]) -> str:
     runs = _runs(shown)
     for run in runs:
         if len(run) > 1:
-            parts.append(f'<polyline class="line" points="{" ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)}"/>')
+            parts.append(f'<polyline class="{"line raw" if smoothed else "line"}" points="{path(run)}"/>')
+    if smoothed:
+        mean = [(step, value) for step, value in reduce(running_mean(points, len(points) // 20))[0] if value is not None]
+        parts.append(f'<polyline class="line" points="{path(mean)}"/>')
     if len(finite) <= 40:
         parts += [f'<circle class="dot" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.2"/>' for run in runs for step, value in run]
     elif single := [run[0] for run in runs if len(run) == 1]:
@@ -108,8 +143,8 @@ def _axes(x_low: float, x_high: float, y_low: float, y_high: float, x: Scale, y:
     parts = []
     for value in ticks(y_low, y_high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}" text-anchor="end">{format_number(value)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 3.5:.1f}" text-anchor="end">{tick_label(value)}</text>')
     for value in ticks(x_low, x_high, 5):
         if value == int(value):
-            parts.append(f'<text class="tick" x="{x(value):.1f}" y="{HEIGHT - 7}" text-anchor="middle">{format_number(value)}</text>')
+            parts.append(f'<text class="tick" x="{x(value):.1f}" y="{HEIGHT - 7}" text-anchor="middle">{tick_label(value)}</text>')
     return parts

@@ -7,7 +7,7 @@ from datetime import datetime
 from html import escape
 
 from surogate_rl.console import SHOWN, format_number, format_seconds
-from surogate_rl.report.charts import line_chart
+from surogate_rl.report.charts import is_noisy, line_chart
 from surogate_rl.report.data import Rollout, RolloutStep, Run, Series
 from surogate_rl.report.style import CSS, SCRIPT
 
@@ -27,7 +27,7 @@ def render(run: Run) -> str:
     body = [_head(run), _tiles(training, evaluation)]
     if evaluation:
         body.append(_charts("Evaluation", evaluation))
-    body.append(_charts("Training", training))
+    body.append(_charts("Training", training, note="Noisy curves: thin as logged, strong as a running mean over a twentieth of them."))
     if run.rollouts:
         body.append(_rollouts(run))
     if run.notes:
@@ -54,7 +54,7 @@ def _head(run: Run) -> str:
     facts = [f"{run.last_step} steps"]
     if run.first_time and run.last_time:
         begin, end = datetime.fromisoformat(run.first_time), datetime.fromisoformat(run.last_time)
-        facts += [f"{begin:%Y-%m-%d %H:%M} UTC", f"{format_seconds((end - begin).total_seconds())} from the first to the last line"]
+        facts += [f"{begin:%Y-%m-%d %H:%M} UTC", f"{format_seconds((end - begin).total_seconds())} long"]
     return f'<h1>{escape(run.name)}</h1><p class="soft">{escape(", ".join(facts))}</p>'
 
 
@@ -67,10 +67,11 @@ def _tiles(training: list[Series], evaluation: list[Series]) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def _charts(title: str, series: list[Series]) -> str:
+def _charts(title: str, series: list[Series], note: str = "") -> str:
     if not series:
         return f"<h2>{title}</h2><p>No metrics were logged.</p>"
-    return f'<h2>{title}</h2><div class="charts">{"".join(line_chart(item.name, item.points) for item in series)}</div>'
+    about = f'<p class="soft">{note}</p>' if note and any(is_noisy(item.points) for item in series) else ""
+    return f'<h2>{title}</h2>{about}<div class="charts">{"".join(line_chart(item.name, item.points) for item in series)}</div>'
 
 
 def _rollouts(run: Run) -> str:

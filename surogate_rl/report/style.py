@@ -20,7 +20,8 @@ h1 { font-size: 24px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 34px 0 10
 .chart .name { overflow-wrap: anywhere; } .chart .last { color: var(--soft); font-variant-numeric: tabular-nums; white-space: nowrap; }
 .chart svg { display: block; width: 100%; height: auto; }
 .grid { stroke: var(--rule); stroke-width: 1; } .tick { fill: var(--soft); font-size: 11px; }
-.line { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linejoin: round; } .band { fill: var(--band); stroke: none; }
+.line { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linejoin: round; } .raw { opacity: .4; stroke-width: 1; }
+.band { fill: var(--band); stroke: none; }
 .dot { fill: var(--line); } .mark { fill: var(--card); stroke: var(--line); stroke-width: 2; }
 .tip { position: absolute; pointer-events: none; background: var(--text); color: var(--bg); border-radius: 5px; padding: 2px 7px;
   font-size: 12px; white-space: nowrap; transform: translate(-50%, -130%); display: none; }
