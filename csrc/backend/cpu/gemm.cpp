@@ -47,16 +47,13 @@ void gemm(float* c, std::int64_t c_stride, const Operand& a, const Operand& b, s
 
 Pieces::Pieces(std::int64_t m_, std::int64_t n_) : m(m_), n(n_) {
     // Large enough for the BLAS to reach its full rate, small enough that several threads end at about the same time.
-    std::int64_t rows = 512, columns = 384;
-    const auto cut = [&] {
-        row_pieces = (m + rows - 1) / rows;
-        column_pieces = (n + columns - 1) / columns;
-    };
-    cut();
-    while (count() < 4 && std::max(rows, columns) > 128) {
-        // The side that is longer for this output; one below the tile's side already is one piece.
-        (std::min(rows, m) >= std::min(columns, n) ? rows : columns) /= 2;
-        cut();
+    std::int64_t rows = std::min<std::int64_t>(m, 512), columns = std::min<std::int64_t>(n, 384);
+    for (;;) {
+        row_pieces = m > 0 ? (m + rows - 1) / rows : 0;
+        column_pieces = n > 0 ? (n + columns - 1) / columns : 0;
+        std::int64_t& longer = rows >= columns ? rows : columns;
+        if (count() >= 4 || longer <= 128) break;
+        longer = (longer + 1) / 2;
     }
 }
 

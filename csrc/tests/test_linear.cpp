@@ -1,0 +1,146 @@
+#include "backend/cpu/gemm.h"
+#include "tests/reference.h"
+
+using namespace surogate;
+using namespace surogate::testing;
+
+namespace {
+
+struct Sizes {
+    std::int64_t t, n, k;
+};
+// One row, odd sizes, and sizes beyond one piece of the output in one or both directions.
+const Sizes kSizes[] = {{1, 1, 1}, {1, 17, 5}, {7, 33, 19}, {64, 48, 32}, {3, 801, 9}, {1030, 5, 11}, {530, 770, 13}};
+
+Exact product(const Exact& a, bool a_turned, const Exact& b, bool b_turned, double alpha) {
+    const std::int64_t m = a_turned ? a.columns() : a.rows(), k = a_turned ? a.rows() : a.columns();
+    const std::int64_t n = b_turned ? b.rows() : b.columns();
+    Exact c(m, n);
+    for (std::int64_t i = 0; i < m; ++i) {
+        for (std::int64_t j = 0; j < n; ++j) {
+            double sum = 0.0;
+            for (std::int64_t p = 0; p < k; ++p) sum += (a_turned ? a(p, i) : a(i, p)) * (b_turned ? b(j, p) : b(p, j));
+            c(i, j) = alpha * sum;
+        }
+    }
+    return c;
+}
+
+}  // namespace
+
+TEST(linear_forward) {
+    for (const auto& [t, n, k] : kSizes) {
+        Data x = Data::random(t, k, 1), w = Data::random(n, k, 2), bias = Data::dense(1, n, 3), y = Data::random(t, n, 4);
+        const Data before = y;
+        backend().linear_forward(y.tensor(), x.tensor(), w.tensor(), {}, 1.0f, 0.0f);
+        check_close("y", y, product(Exact(x), false, Exact(w), true, 1.0));
+        y = before;
+        backend().linear_forward(y.tensor(), x.tensor(), w.tensor(), bias.tensor(), 0.5f, 2.0f);
+        Exact expected = product(Exact(x), false, Exact(w), true, 0.5);
+        for (std::int64_t i = 0; i < t; ++i) {
+            for (std::int64_t j = 0; j < n; ++j) {
+                expected(i, j) += 2.0 * static_cast<double>(before(i, j)) + static_cast<double>(bias(0, j));
+            }
+        }
+        check_close("alpha, beta and bias", y, expected);
+    }
+}
+
+TEST(linear_forward_does_not_read_what_beta_zero_replaces) {
+    Data x = Data::random(5, 6, 1), w = Data::random(7, 6, 2), y(5, 7);
+    y.fill([](std::int64_t, std::int64_t) { return std::nan(""); });
+    backend().linear_forward(y.tensor(), x.tensor(), w.tensor(), {}, 1.0f, 0.0f);
+    check_close("y", y, product(Exact(x), false, Exact(w), true, 1.0));
+}
+
+TEST(linear_backward_input) {
+    for (const auto& [t, n, k] : kSizes) {
+        Data dy = Data::random(t, n, 1), w = Data::random(n, k, 2), dx = Data::random(t, k, 3);
+        const Data before = dx;
+        backend().linear_backward_input(dx.tensor(), dy.tensor(), w.tensor(), 1.0f, 0.0f);
+        check_close("dx", dx, product(Exact(dy), false, Exact(w), false, 1.0));
+        dx = before;
+        backend().linear_backward_input(dx.tensor(), dy.tensor(), w.tensor(), 0.25f, 1.0f);
+        check_close("dx, added", dx, plus(product(Exact(dy), false, Exact(w), false, 0.25), before));
+    }
+}
+
+TEST(linear_backward_weight) {
+    for (const auto& [t, n, k] : kSizes) {
+        Data dy = Data::random(t, n, 1), x = Data::random(t, k, 2), dw = Data::random(n, k, 3);
+        const Data before = dw;
+        backend().linear_backward_weight(dw.tensor(), dy.tensor(), x.tensor(), 0.5f);
+        check_close("dw", dw, plus(product(Exact(dy), true, Exact(x), false, 0.5), before), 4e-6);
+    }
+}
+
+TEST(linear_backward_is_the_gradient_of_forward) {
+    Data x = Data::random(5, 6, 1), w = Data::random(7, 6, 2), dy = Data::random(5, 7, 3), dx(5, 6), dw(7, 6);
+    backend().linear_backward_input(dx.tensor(), dy.tensor(), w.tensor(), 1.0f, 0.0f);
+    backend().linear_backward_weight(dw.tensor(), dy.tensor(), x.tensor(), 1.0f);
+    check_close("dx", dx, numeric_gradient(Exact(x), Exact(dy), [&](const Exact& at) { return product(at, false, Exact(w), true, 1.0); }));
+    check_close("dw", dw, numeric_gradient(Exact(w), Exact(dy), [&](const Exact& at) { return product(Exact(x), false, at, true, 1.0); }));
+}
+
+TEST(bias_backward) {
+    for (const auto& [t, n, k] : kSizes) {
+        (void)k;
+        Data dy = Data::random(t, n, 1), db = Data::dense(1, n, 2);
+        Exact expected(db);
+        for (std::int64_t i = 0; i < t; ++i) {
+            for (std::int64_t j = 0; j < n; ++j) expected(0, j) += static_cast<double>(dy(i, j));
+        }
+        backend().bias_backward(db.tensor(), dy.tensor());
+        check_close("db", db, expected);
+    }
+}
+
+TEST(linear_bits_do_not_depend_on_threads) {
+    check_any_thread_count([](CpuBackend& cpu) {
+        Data x = Data::random(1111, 77, 1), w = Data::random(905, 77, 2), bias = Data::dense(1, 905, 3), y(1111, 905), dx(1111, 77), dw(905, 77),
+             db(1, 905);
+        cpu.linear_forward(y.tensor(), x.tensor(), w.tensor(), bias.tensor(), 1.0f, 0.0f);
+        cpu.linear_backward_input(dx.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f);
+        cpu.linear_backward_weight(dw.tensor(), y.tensor(), x.tensor(), 1.0f);
+        cpu.bias_backward(db.tensor(), y.tensor());
+        return std::vector<Data>{y, dx, dw, db};
+    });
+}
+
+TEST(linear_takes_empty_inputs) {
+    Data x(0, 6), w = Data::random(7, 6, 2), y(0, 7), dw = Data::random(7, 6, 3), db = Data::dense(1, 7, 4), dx(0, 6);
+    const Data dw_before = dw, db_before = db;
+    backend().linear_forward(y.tensor(), x.tensor(), w.tensor(), {}, 1.0f, 0.0f);
+    backend().linear_backward_input(dx.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f);
+    backend().linear_backward_weight(dw.tensor(), y.tensor(), x.tensor(), 1.0f);
+    backend().bias_backward(db.tensor(), y.tensor());
+    CHECK(dw.same_bits(dw_before) && db.same_bits(db_before));
+}
+
+TEST(linear_refuses_wrong_shapes) {
+    Data x(4, 6), w(7, 5), y(4, 7), right(7, 6);
+    CHECK_THROWS(backend().linear_forward(y.tensor(), x.tensor(), w.tensor(), {}, 1.0f, 0.0f),
+                 "linear_forward: x: expected float32 [4, 5], got float32 [4, 6]");
+    CHECK_THROWS(backend().linear_forward(y.tensor(), x.tensor(), right.tensor(), x.tensor(), 1.0f, 0.0f), "linear_forward: bias");
+    CHECK_THROWS(backend().linear_backward_input(x.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f), "linear_backward_input: dx");
+    CHECK_THROWS(backend().linear_backward_weight(w.tensor(), y.tensor(), x.tensor(), 1.0f), "linear_backward_weight: dw");
+    CHECK_THROWS(backend().bias_backward(x.tensor(), y.tensor()), "bias_backward: db");
+}
+
+TEST(pieces_cover_the_output_once) {
+    for (const auto& [m, n] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {1, 5000}, {5000, 1}, {17, 1000}, {1000, 17}, {2048, 3072}, {513, 385}}) {
+        const Pieces pieces(m, n);
+        std::vector<int> covered(static_cast<std::size_t>(m * n));
+        for (std::int64_t index = 0; index < pieces.count(); ++index) {
+            const Piece p = pieces[index];
+            for (std::int64_t r = p.row; r < p.row + p.rows; ++r) {
+                for (std::int64_t c = p.column; c < p.column + p.columns; ++c) ++covered[static_cast<std::size_t>(r * n + c)];
+            }
+        }
+        for (const int times : covered) CHECK_EQ(times, 1);
+    }
+}
+
+TEST(blas_is_named) {
+    CHECK(!blas_name().empty());
+}
