@@ -122,14 +122,31 @@ def _function_problems(name: str, path: KeyPath) -> Iterator[Problem]:
     file, _, function = name.rpartition(":")
     if not file.endswith(".py") or not function:
         yield Problem(f"{path_text(path)}: expected path/file.py:function, got '{name}'", path)
-    elif not Path(file).is_file():
+    else:
+        yield from _file_problems(file, path)
+
+
+def _file_problems(file: str, path: KeyPath) -> Iterator[Problem]:
+    if not Path(file).expanduser().is_file():
         yield Problem(f"{path_text(path)}: no file '{file}' (paths count from the folder you start in)", path)
 
 
 def _reward_problems(rewards: list[RewardConfig], path: KeyPath) -> Iterator[Problem]:
+    """Built-in rewards with their options, and the files of a user's own."""
+    from surogate_rl.rewards.registry import BUILTINS, RewardError, build
+
     for index, reward in enumerate(rewards):
-        if ".py" in reward.name:
-            yield from _function_problems(reward.name, (*path, index, "name"))
+        name: KeyPath = (*path, index, "name")
+        if reward.name.endswith(".py"):
+            yield from _file_problems(reward.name, name)
+        elif reward.name not in BUILTINS and (":" in reward.name or "/" in reward.name):
+            yield from _function_problems(reward.name, name)
+        else:
+            try:
+                build(reward.name, reward.args)
+            except RewardError as error:
+                where = name if reward.name not in BUILTINS else (*path, index, "args")
+                yield Problem(f"{path_text(where)}: {error}", where, (name,))
 
 
 def _sampling_problems(sampling: SamplingConfig) -> Iterator[Problem]:

@@ -39,11 +39,10 @@ def tick_label(value: float) -> str:
 
 
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """The mean of the finite values among the ``window`` points around each point (fewer at the ends, evenly on both sides)."""
+    """The mean of the finite values among the ``window`` points around each point (fewer at the ends)."""
     smooth: list[Point] = []
     for index, (step, _) in enumerate(points):
-        reach = min(window // 2, index, len(points) - 1 - index)
-        near = [value for _, value in points[index - reach : index + reach + 1] if value is not None]
+        near = [value for _, value in points[max(0, index - window // 2) : index + window // 2 + 1] if value is not None]
         smooth.append((step, sum(near) / len(near) if near else None))
     return smooth
 
