@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from surogate_rl import _core
 
@@ -114,7 +123,13 @@ def make_learner(case: Case, **options: object) -> _core.Learner:
 
 
 def reference(
-    case: Case, dtype: torch.dtype, d_logp: np.ndarray, d_entropy: np.ndarray, temperature: float, valid_vocab: int, model: torch.nn.Module | None = None
+    case: Case,
+    dtype: torch.dtype,
+    d_logp: np.ndarray,
+    d_entropy: np.ndarray,
+    temperature: float,
+    valid_vocab: int,
+    model: torch.nn.Module | None = None,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """logp, entropy [T] and gradients by autograd, each segment by itself."""
     model = copy.deepcopy(model if model is not None else case.model).to(dtype)

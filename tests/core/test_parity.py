@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and every gradient against transformers and PEFT in float64. The error may be twice that of torch in float32."""
+"""Log-probabilities, entropies and every gradient against transformers and PEFT in float64; twice their own float32 error is allowed."""
 
 from __future__ import annotations
 
