@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from surogate_rl.config.schema import PolicyLossConfig, SftLossConfig
 from surogate_rl.objectives import concatenate, load_user_objective, make_objective, mean_metrics, seeds, split, step_seeds, totals_of
@@ -138,4 +137,3 @@ def test_the_example_on_nothing_is_zero(tools: SimpleNamespace) -> None:
     result = seeds(objective, logp, None, batch, totals_of(objective, [batch]))
     assert result.loss == 0
     assert (result.dlogp == 0).all()
-    assert torch.get_num_threads() == 1
