@@ -16,6 +16,7 @@ from surogate_rl.batch import NO_TARGET, PackedBatch, Totals
 from surogate_rl.config.schema import PolicyLossConfig, SftLossConfig
 from surogate_rl.objectives import (
     POLICY_LOSSES,
+    LinearObjective,
     Mismatch,
     concatenate,
     make_objective,
@@ -304,3 +305,12 @@ def test_extremes_are_merged_as_extremes() -> None:
     )
     assert merged == {"a/max": (3.0, 1.0), "a": (6.0, 3.0), "a/min": (0.5, 1.0)}
     assert mean_metrics([{"a": (6.0, 3.0), "b": (1.0, 0.0)}]) == {"a": 2.0}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_seeds_known_beforehand_are_those_of_autograd(tools: SimpleNamespace, weighted: bool) -> None:
+    step = tools.make_step(3)
+    batch, logp, _ = tools.pack_step(step, weights=[0.1 + i for i in range(len(step.rewards))] if weighted else None)
+    totals = totals_of(NLL, [batch])
+    assert isinstance(NLL, LinearObjective)
+    np.testing.assert_allclose(NLL.known_seeds(batch, totals), seeds(NLL, logp, None, batch, totals).dlogp, rtol=1e-6)
