@@ -56,7 +56,8 @@ class Dpo:
             return
         visited = sorted({pair for step in range(1, self.total_steps + 1) for pair in self._order(step)})
         path = self._session.output_dir / REFERENCE_FILE
-        key = fingerprint([self._session.learner.digest(), [[p.chosen.tokens, p.rejected.tokens] for p in (self.pairs[i] for i in visited)]])
+        pairs = [self.pairs[i] for i in visited]
+        key = fingerprint([self._session.learner.digest(), [[pair.chosen.tokens.tolist(), pair.rejected.tokens.tolist()] for pair in pairs]])
         self._reference = read_reference(path, key, visited)
         if not self._reference:
             self._session.progress.note(f"scoring {len(visited)} pairs with the reference policy")

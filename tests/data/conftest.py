@@ -41,7 +41,8 @@ CHATML = (
 )
 # an author who marks what is trained, here without the token that ends the turn
 CHATML_GENERATION = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}"
     "{{ '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -52,11 +53,13 @@ LLAMA3 = (
 )
 # keeps the thinking of the last answer only; an answer without thinking gets an empty block
 QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"
     "{% set parts = m['content'].split('</think>') %}{% set said = parts[-1].lstrip('\n') %}"
     "{% set thought = parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 else '' %}"
-    "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ said + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ said + '<|im_end|>\n' }}"
     "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
@@ -64,10 +67,14 @@ QWEN3 = (
 # prompts with an opened thinking block, but renders answers without it
 OPENED_THINKING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|assistant|>' + m['content'].split('</think>')[-1] + '<|eos|>' }}"
-    "{% else %}{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+    "{% else %}{{ '<|user|>' + m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
 )
 # no special token anywhere
-PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 # <|role|>content<|end|>, thinking dropped unless last
 TERSE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] if loop.last else m['content'].split('</think>')[-1]) + '<|end|>' }}"

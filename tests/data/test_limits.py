@@ -96,7 +96,8 @@ def test_local_data_need_no_network(tmp_path: Path, write_rows: Write) -> None:
         "socket.getaddrinfo = refuse\n"
         "from surogate_rl.config.schema import DatasetConfig\n"
         "from surogate_rl.data.sources import open_source\n"
-        f"print(len(open_source(DatasetConfig(path={path!r}), 0)), len(open_source(DatasetConfig(path='reasoning_gym/chain_sum', size=4), 0)))\n"
+        f"print(len(open_source(DatasetConfig(path={path!r}), 0)))\n"
+        "print(len(open_source(DatasetConfig(path='reasoning_gym/chain_sum', size=4), 0)))\n"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120, check=False)

@@ -176,7 +176,8 @@ def test_template_that_drops_what_it_prompts_for_is_refused(make_tokenizer: Make
 def test_template_marks_are_respected_within_the_turn(make_tokenizer: Make, templates: dict[str, str], write_rows: Write) -> None:
     # the author trains the answer but not the thought; the end of the turn is trained all the same
     template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' + m['content'].split('</think>')[0] + '</think>' }}"
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        "{{ '<|im_start|>assistant\n' + m['content'].split('</think>')[0] + '</think>' }}"
         "{% generation %}{{ m['content'].split('</think>')[1] }}{% endgeneration %}{{ '<|im_end|>\n' }}"
         "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
