@@ -57,7 +57,8 @@ class Dpo:
         visited = sorted({pair for step in range(1, self.total_steps + 1) for pair in self._order(step)})
         path = self._session.output_dir / REFERENCE_FILE
         pairs = [self.pairs[i] for i in visited]
-        key = fingerprint([self._session.learner.digest(), [[pair.chosen.tokens.tolist(), pair.rejected.tokens.tolist()] for pair in pairs]])
+        tokens = [[pair.chosen.tokens.tolist(), pair.rejected.tokens.tolist()] for pair in pairs]
+        key = fingerprint([self._session.learner.digest(), tokens])
         self._reference = read_reference(path, key, visited)
         if not self._reference:
             self._session.progress.note(f"scoring {len(visited)} pairs with the reference policy")
