@@ -42,6 +42,21 @@ def gguf_config(path: Path) -> PretrainedConfig:
     return config
 
 
+def _target(path: Path) -> Path:
+    """Where the conversion of a file lies, or will lie."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return cache_directory() / "gguf" / f"{digest.hexdigest()[:32]}-{_FORMAT}-{transformers.__version__}"
+
+
+def earlier_conversion(path: Path) -> Path | None:
+    """The directory of a conversion made before, if there is one."""
+    target = _target(path)
+    return target if (target / "config.json").is_file() else None
+
+
 def converted_gguf(path: Path) -> Path:
     """The directory that holds `path`'s model in float32, made on the first call.
 
@@ -50,11 +65,7 @@ def converted_gguf(path: Path) -> Path:
     Raises:
         ModelError: ``gguf`` or ``accelerate`` is not installed, or transformers cannot unpack the file.
     """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    target = cache_directory() / "gguf" / f"{digest.hexdigest()[:32]}-{_FORMAT}-{transformers.__version__}"
+    target = _target(path)
     if (target / "config.json").is_file():
         return target
     _require("gguf", path)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from surogate_rl import _core
 from surogate_rl.models.errors import ModelError
 from surogate_rl.models.family import Family, SpecFields, weight_shapes
-from surogate_rl.models.gguf import converted_gguf, gguf_config, plain_config
+from surogate_rl.models.gguf import converted_gguf, earlier_conversion, gguf_config, plain_config
 from surogate_rl.models.locate import is_gguf, local_directory, read_json
 from surogate_rl.models.registry import family_of
 from surogate_rl.models.tokenizer import count_ids, find_stop_ids, load_tokenizer
@@ -117,11 +117,12 @@ def inspect_model(path: str, *, tokenizer: str | None = None, init: Literal["pre
     if tokenizer is not None:
         load_tokenizer(tokenizer)
     local = Path(path).expanduser()
-    if is_gguf(path) and local.is_file():
+    made = earlier_conversion(local) if is_gguf(path) and local.is_file() else None
+    if made is None and is_gguf(path) and local.is_file():
         config = gguf_config(local)
         family, fields = describe(config, plain_config(config), path)
     else:
-        described = _describe_directory(local_directory(path, weights=False))
+        described = _describe_directory(made or local_directory(path, weights=False))
         family, config, fields = described.family, described.config, described.fields
         # A head that differs from the embedding unties the model; its memory must be planned for.
         if init == "pretrained" and fields["tied"] and any(described.directory.glob("model*.safetensors")):

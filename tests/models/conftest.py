@@ -1,7 +1,7 @@
 """Tiny random models of every family, and the yardstick: transformers in float64 (the truth) and in float32 (what is allowed).
 
-The rule: ||ours - truth|| / ||truth|| <= 2 * ||transformers float32 - truth|| / ||truth|| + FLOOR, for the log-probabilities, the entropies and the
-gradient of every parameter, each summed over several random batches so that a lucky small denominator decides nothing.
+The rule: ||ours - truth|| / ||truth|| <= 2 * ||transformers float32 - truth|| / ||truth|| + FLOOR, for the log-probabilities, the
+entropies and the gradient of every parameter, each summed over several random batches so that a lucky small denominator decides nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from surogate_rl.models import LoadedModel, load_model
 
 torch.set_num_threads(1)
 
-# Two units in the last place of float32: the rounding of one product and one sum. Where transformers happens to err by less (a vector of a few
-# numbers can, by luck), nothing that works in float32 can be asked to be twice as near.
+# Two units in the last place of float32: the rounding of one product and one sum. Where transformers happens to err by less (a vector of
+# a few numbers can, by luck), nothing that works in float32 can be asked to be twice as near.
 FLOOR = 2 * 2.0**-23
 
 SMALL = {
@@ -55,22 +55,57 @@ ODD = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "i
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "head_dim": 16, "rope_parameters": DEFAULT_ROPE},
-    "llama-tied-linear": {"model_type": "llama", **ODD, "tie_word_embeddings": True, "rope_parameters": {**DEFAULT_ROPE, "rope_type": "linear", "factor": 2.5}},
-    "llama-biases-llama3": {"model_type": "llama", **ODD, "head_dim": 20, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
+    "llama-tied-linear": {
+        "model_type": "llama",
+        **ODD,
+        "tie_word_embeddings": True,
+        "rope_parameters": {**DEFAULT_ROPE, "rope_type": "linear", "factor": 2.5},
+    },
+    "llama-biases-llama3": {
+        "model_type": "llama",
+        **ODD,
+        "head_dim": 20,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": LLAMA3_ROPE,
+    },
     "llama-yarn": {"model_type": "llama", "head_dim": 16, "rope_parameters": YARN_ROPE},
     "mistral": {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_parameters": DEFAULT_ROPE},
-    "mistral-window": {"model_type": "mistral", **ODD, "head_dim": 24, "sliding_window": 5, "rope_parameters": {**YARN_ROPE, "truncate": False}},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 4, "use_sliding_window": False, "rope_parameters": DEFAULT_ROPE},
+    "mistral-window": {
+        "model_type": "mistral",
+        **ODD,
+        "head_dim": 24,
+        "sliding_window": 5,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "sliding_window": 4,
+        "use_sliding_window": False,
+        "rope_parameters": DEFAULT_ROPE,
+    },
     "qwen2-window": {
-        "model_type": "qwen2", **ODD, "sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1,
+        "model_type": "qwen2",
+        **ODD,
+        "sliding_window": 4,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
         "rope_parameters": {**YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 0.5},
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "rope_parameters": {**DEFAULT_ROPE, "rope_theta": 1e6}},
     "qwen3-tied-bias-window": {
-        "model_type": "qwen3", **ODD, "head_dim": 14, "attention_bias": True, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 3,
-        "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": DEFAULT_ROPE,
+        "model_type": "qwen3",
+        **ODD,
+        "head_dim": 14,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": DEFAULT_ROPE,
     },
-}  # fmt: skip
+}
 
 
 def make_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -94,8 +129,9 @@ def make_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """The model computed in float64 throughout. Its norms and its rotation force float32 whatever the weights are, so these two are lifted; the
-    rotation's angle stays position times frequency in float32, which is the model's definition, and only its cosine and sine become exact."""
+    """The model computed in float64 throughout. Its norms and its rotation force float32 whatever the weights are, so these two are lifted;
+    the rotation's angle stays position times frequency in float32, which is the model's definition, and only its cosine and sine become
+    exact."""
     model = copy.deepcopy(model).double()
     for module in model.modules():
         kind = type(module).__name__
@@ -125,7 +161,7 @@ def _exact_rotation(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """Random sequences with a random set of trained positions; `dlogp` and `dentropy` are the derivatives of the loss, [T] over all of them."""
+    """Random sequences with a random set of trained positions; `dlogp` and `dentropy`, [T] over all of them, are the loss's derivatives."""
 
     tokens: list[NDArray[np.int32]]
     trained: list[NDArray[np.bool_]]
@@ -173,7 +209,9 @@ class Numbers:
         return {"logp": self.logp, "entropy": self.entropy, **self.gradients}
 
 
-def torch_numbers(model: torch.nn.Module, batches: Sequence[Sequences], *, temperature: float = 1.0, valid_vocab: int = 0, entropy: bool = True) -> Numbers:
+def torch_numbers(
+    model: torch.nn.Module, batches: Sequence[Sequences], *, temperature: float = 1.0, valid_vocab: int = 0, entropy: bool = True
+) -> Numbers:
     """Each sequence on its own through a transformers (or PEFT) model, gradients by autograd."""
     out = Numbers()
     for batch in batches:
@@ -203,7 +241,13 @@ def torch_numbers(model: torch.nn.Module, batches: Sequence[Sequences], *, tempe
 
 
 def our_numbers(
-    learner: Learner, batches: Sequence[Sequences], name_of: Callable[[str], str], *, packed: bool = True, temperature: float = 1.0, valid_vocab: int = 0
+    learner: Learner,
+    batches: Sequence[Sequences],
+    name_of: Callable[[str], str],
+    *,
+    packed: bool = True,
+    temperature: float = 1.0,
+    valid_vocab: int = 0,
 ) -> Numbers:
     """The same from the learner; packed into one batch, or one sequence at a time."""
     out = Numbers()

@@ -20,9 +20,19 @@ from surogate_rl.models.load import describe
 from surogate_rl.models.rope import make_rope, rope_parameters
 
 BASE = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+}
 
 
 def fields_of(raw: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +79,14 @@ def test_frequencies_have_the_bits_of_transformers(kind: str, theta: float, head
 
 
 def test_llama3_and_theta_by_hand() -> None:
-    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8,
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_max_position_embeddings": 8192,
+    }
     scaled = make_rope(rope_parameters({"rope_parameters": llama3}), head_dim=128, max_positions=131072).inv_freq
     for index, ratio in {28: 1.0, 29: 0.828168, 31: 0.493507, 35: 0.125}.items():
         assert scaled[index] / 5e5 ** (-2 * index / 128) == pytest.approx(ratio, abs=1e-5)
@@ -98,14 +115,23 @@ def test_old_rope_scaling_with_type() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_theta": ...}, "config.json: no rope_theta, neither at the top level nor inside rope_parameters; add the value that the model"),
+        (
+            {"rope_theta": ...},
+            "config.json: no rope_theta, neither at the top level nor inside rope_parameters; add the value that the model",
+        ),
         ({"rope_theta": 0}, "config.json: rope_theta must be a positive number, got 0"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported; supported are default, linear, llama3, yarn"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type 'dynamic' is not supported; supported are default, linear, llama3, yarn",
+        ),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type 'linear' needs a number for factor, got None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3' needs a number for low_freq_factor, got None"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"rope_parameters per layer type \(full_attention\) are not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            r"rope_parameters per layer type \(full_attention\) are not supported",
+        ),
     ],
 )
 def test_rotations_that_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -171,7 +197,9 @@ def test_windows(changes: dict[str, Any], windows: list[int]) -> None:
 
 def test_a_sliding_layer_without_a_window_is_refused() -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
-    with pytest.raises(ModelError, match=r"layer_types\[1\] is sliding_attention, but there is no sliding window \(use_sliding_window = False"):
+    with pytest.raises(
+        ModelError, match=r"layer_types\[1\] is sliding_attention, but there is no sliding window \(use_sliding_window = False"
+    ):
         fields_of({**BASE, "model_type": "qwen3", "use_sliding_window": False, "layer_types": kinds})
     with pytest.raises(ModelError, match=r"layer_types\[0\] = 'chunked_attention' is not supported"):
         fields_of({**BASE, "model_type": "qwen3", "layer_types": ["chunked_attention", "full_attention", "full_attention"]})
@@ -184,14 +212,23 @@ def test_a_sliding_layer_without_a_window_is_refused() -> None:
     ("changes", "message"),
     [
         ({"model_type": "gemma3_text"}, "model_type 'gemma3_text' is not supported; supported are llama, mistral, qwen2, qwen3"),
-        ({"model_type": "qwen3_moe"}, r"model_type 'qwen3_moe' is not supported \(the nearest is qwen3\); supported are llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "qwen3_moe"},
+            r"model_type 'qwen3_moe' is not supported \(the nearest is qwen3\); supported are llama, mistral, qwen2, qwen3",
+        ),
         ({"model_type": ...}, "no model_type; supported are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only silu"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config = .* is not supported; give a checkpoint that is not quantised"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures \['LlamaForSequenceClassification'\] is no causal language model"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantization_config = .* is not supported; give a checkpoint that is not quantised",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"architectures \['LlamaForSequenceClassification'\] is no causal language model",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ],
 )
@@ -209,7 +246,7 @@ def test_broken_config_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config.json is missing; the directory must hold a model in Hugging Face form"):
         inspect_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="config.json is not valid JSON"):
+    with pytest.raises(ModelError, match=r"config.json is not valid JSON"):
         inspect_model(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="must hold a JSON object, got list"):

@@ -27,7 +27,10 @@ def test_targets() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (LoraSettings(4, 8.0, ["q_porj"]), r"lora_target_modules: unknown module 'q_porj' \(did you mean q_proj\?\); known are q_proj, k_proj, v_proj, o_proj"),
+        (
+            LoraSettings(4, 8.0, ["q_porj"]),
+            r"lora_target_modules: unknown module 'q_porj' \(did you mean q_proj\?\); known are q_proj, k_proj,",
+        ),
         (LoraSettings(4, 8.0, "all_linear"), r"unknown module 'all_linear' \(did you mean all-linear\?\)"),
         (LoraSettings(4, 8.0, []), "lora_target_modules is empty; name some of q_proj"),
         (LoraSettings(4, 8.0, ["q_proj", "q_proj"]), "lora_target_modules names a module twice: q_proj, q_proj"),
@@ -73,15 +76,15 @@ def test_weights_are_checked(tiny: Callable[..., Any]) -> None:
     weights = dict(made.loaded.weights())
     with pytest.raises(ValueError, match=r"1 weight\(s\) did not come: norm.weight"):
         learner.load_weights((n, v) for n, v in weights.items() if n != "norm.weight")
-    with pytest.raises(ValueError, match="unknown weight 'norm.wait'"):
+    with pytest.raises(ValueError, match=r"unknown weight 'norm.wait'"):
         learner.load_weights([("norm.wait", weights["norm.weight"])])
-    with pytest.raises(ValueError, match="weight 'norm.weight' came twice"):
+    with pytest.raises(ValueError, match=r"weight 'norm.weight' came twice"):
         learner.load_weights([("norm.weight", weights["norm.weight"])] * 2)
     with pytest.raises(ValueError, match=r"norm.weight: expected float32 \[48\], got float32 \[47\]"):
         learner.load_weights([("norm.weight", weights["norm.weight"][1:])])
     with pytest.raises(ValueError, match=r"norm.weight: expected float32 \[48\], got float64 \[48\]"):
         learner.load("norm.weight", weights["norm.weight"].astype(np.float64))
-    with pytest.raises(ValueError, match="this model has no tensor 'layers.0.mlp.up.weight'; the nearest is layers"):
+    with pytest.raises(ValueError, match=r"this model has no tensor 'layers.0.mlp.up.weight'; the nearest is layers"):
         learner.export("layers.0.mlp.up.weight")
 
 
@@ -166,9 +169,20 @@ def test_packed_segments_never_see_each_other(parity: Any, tmp_path: Any) -> Non
     """Qwen3, seed 0: the second segment's whole distribution equals the unpacked one, and does not move with the first segment."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2, vocab_size=32, intermediate_size=128,
-        max_position_embeddings=32, pad_token_id=None, bos_token_id=None, eos_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
+        "qwen3",
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=2,
+        vocab_size=32,
+        intermediate_size=128,
+        max_position_embeddings=32,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
     parity.save_tokenizer(tmp_path, size=32)

@@ -115,7 +115,9 @@ def test_a_cut_file(tiny: Callable[..., Any]) -> None:
 def test_missing_unknown_and_misshapen_tensors(tiny: Callable[..., Any]) -> None:
     made = tiny("llama")
     rewrite(made.directory, lambda t: t.__delitem__("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelError, match=r"tensor model.layers.1.mlp.up_proj.weight is missing; config.json and weights do not belong together"):
+    with pytest.raises(
+        ModelError, match=r"tensor model.layers.1.mlp.up_proj.weight is missing; config.json and weights do not belong together"
+    ):
         load_model(str(made.directory))
     made = tiny("llama")
     rewrite(made.directory, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
@@ -123,7 +125,9 @@ def test_missing_unknown_and_misshapen_tensors(tiny: Callable[..., Any]) -> None
         load_model(str(made.directory))
     made = tiny("llama")
     set_config(made.directory, num_key_value_heads=4)
-    with pytest.raises(ModelError, match=r"model.layers.0.self_attn.k_proj.weight: expected shape \[64, 48\] from config.json, got \[32, 48\]"):
+    with pytest.raises(
+        ModelError, match=r"model.layers.0.self_attn.k_proj.weight: expected shape \[64, 48\] from config.json, got \[32, 48\]"
+    ):
         load_model(str(made.directory))
     made = tiny("llama")
     rewrite(made.directory, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
@@ -169,7 +173,9 @@ def test_a_tied_matrix_may_be_stored_as_the_head(tiny: Callable[..., Any]) -> No
 def test_an_untied_config_without_a_head(tiny: Callable[..., Any]) -> None:
     made = tiny("llama")
     rewrite(made.directory, lambda t: t.__delitem__("lm_head.weight"))
-    with pytest.raises(ModelError, match="tensor lm_head.weight is missing; config.json says tie_word_embeddings: false; set it to true if"):
+    with pytest.raises(
+        ModelError, match=r"tensor lm_head.weight is missing; config.json says tie_word_embeddings: false; set it to true if"
+    ):
         load_model(str(made.directory))
 
 
@@ -180,7 +186,9 @@ def test_random_weights(tiny: Callable[..., Any]) -> None:
     made = tiny("qwen3-tied-bias-window", initializer_range=0.05, hidden_size=96)
     (made.directory / "model.safetensors").unlink()
     first, again, other = (dict(load_model(str(made.directory), init="random", seed=seed).weights()) for seed in (7, 7, 8))
-    assert {Family.file_name(name): value.shape for name, value in first.items()} == {n: tuple(p.shape) for n, p in made.model.named_parameters()}
+    assert {Family.file_name(name): value.shape for name, value in first.items()} == {
+        n: tuple(p.shape) for n, p in made.model.named_parameters()
+    }
     for name, value in first.items():
         np.testing.assert_array_equal(value, again[name])
         if name.endswith("norm.weight"):
@@ -215,7 +223,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model '/no/such.gguf': there is no such file; check the path"):
         load_model("/no/such.gguf")
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(ModelError, match="is a file; expected a Hugging Face directory, a hub id or a .gguf file"):
+    with pytest.raises(ModelError, match=r"is a file; expected a Hugging Face directory, a hub id or a .gguf file"):
         load_model(str(tmp_path / "notes.txt"))
 
 
@@ -224,8 +232,8 @@ def test_a_hub_id_that_is_not_available_offline(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     message = (
-        "model 'nobody/no-such-model': there is no such directory here, and the Hugging Face hub could not give it; HF_HUB_OFFLINE is set and it is "
-        "not in the local cache; check the spelling, the network"
+        "model 'nobody/no-such-model': there is no such directory here, and the Hugging Face hub could not give it; HF_HUB_OFFLINE is set "
+        "and it is not in the local cache; check the spelling, the network"
     )
     with pytest.raises(ModelError, match=message):
         load_model("nobody/no-such-model")

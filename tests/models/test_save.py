@@ -115,7 +115,7 @@ def test_weights_that_are_not_finite_are_never_saved(tiny: Callable[..., Any], t
     bad = learner.export("layers.1.mlp.down_proj.weight")
     bad[3, 4] = np.inf
     learner.load("layers.1.mlp.down_proj.weight", bad)
-    with pytest.raises(ModelError, match="model.layers.1.mlp.down_proj.weight holds a NaN or an infinity; nothing was saved"):
+    with pytest.raises(ModelError, match=r"model.layers.1.mlp.down_proj.weight holds a NaN or an infinity; nothing was saved"):
         save_model(learner, made.loaded, tmp_path / "saved")
     assert (tmp_path / "saved" / "model.safetensors").read_bytes() == good
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -135,7 +135,9 @@ def test_a_save_replaces_a_former_one_and_nothing_else(tiny: Callable[..., Any],
     assert (tmp_path / "home" / "thesis.tex").read_text() == "x"
 
 
-def test_a_value_that_reads_back_otherwise_fails_the_save(tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_reads_back_otherwise_fails_the_save(
+    tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = tiny("llama")
     write = files.write_safetensors
 
@@ -147,7 +149,7 @@ def test_a_value_that_reads_back_otherwise_fails_the_save(tiny: Callable[..., An
         return hashes
 
     monkeypatch.setattr(save_module, "write_safetensors", damaging)
-    with pytest.raises(ModelError, match="lm_head.weight reads back with other values than were written"):
+    with pytest.raises(ModelError, match=r"lm_head.weight reads back with other values than were written"):
         save_model(made.learner(), made.loaded, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -155,14 +157,16 @@ def test_a_value_that_reads_back_otherwise_fails_the_save(tiny: Callable[..., An
 def test_a_full_disk_is_seen_beforehand(tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny("llama")
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(OSError, match="saving needs 0.00 GB, and 0.00 GB are free; make room or save elsewhere"):
+    with pytest.raises(OSError, match=r"saving needs 0.00 GB, and 0.00 GB are free; make room or save elsewhere"):
         save_model(made.learner(), made.loaded, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
 def test_a_learner_of_another_model_is_refused(tiny: Callable[..., Any], tmp_path: Path) -> None:
     one, other = tiny("llama"), tiny("llama", rms_norm_eps=1e-3)
-    with pytest.raises(ModelError, match="save_model: norm_eps is .* in the learner but would be saved as 0.001; is this learner of this model"):
+    with pytest.raises(
+        ModelError, match=r"save_model: norm_eps is .* in the learner but would be saved as 0.001; is this learner of this model"
+    ):
         save_model(one.learner(), other.loaded, tmp_path / "saved")
 
 
@@ -186,7 +190,9 @@ def test_peft_loads_an_adapter(name: str, tiny: Callable[..., Any], parity: Any,
 
 def test_an_adapter_of_peft_is_loaded_and_becomes_the_initial_one(tiny: Callable[..., Any], parity: Any, tmp_path: Path) -> None:
     made = tiny("mistral")
-    theirs = peft.get_peft_model(made.model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=["k_proj", "gate_proj"], task_type="CAUSAL_LM"))
+    theirs = peft.get_peft_model(
+        made.model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=["k_proj", "gate_proj"], task_type="CAUSAL_LM")
+    )
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.requires_grad:
@@ -226,7 +232,9 @@ def test_merged(tiny: Callable[..., Any], parity: Any, tmp_path: Path) -> None:
     made = tiny("qwen3-tied-bias-window")
     learner = made.learner(LORA)
     batch = train(learner, parity)
-    with pytest.raises(ModelError, match="this learner trains an adapter, which the weights alone do not hold; use save_adapter, or merge_adapter=True"):
+    with pytest.raises(
+        ModelError, match="this learner trains an adapter, which the weights alone do not hold; use save_adapter, or merge_adapter=True"
+    ):
         save_model(learner, made.loaded, tmp_path / "saved")
     save_model(learner, made.loaded, tmp_path / "saved", merge_adapter=True)
     assert_same_logp(learner, AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), batch, parity)
@@ -275,7 +283,9 @@ def test_adapters_that_are_refused(changes: dict[str, Any], message: str, saved_
 
 def test_adapters_that_do_not_fit(saved_adapter: tuple[Any, Path], tiny: Callable[..., Any]) -> None:
     made, directory = saved_adapter
-    with pytest.raises(ModelError, match=r"the adapter has q_proj, o_proj, up_proj where lora_target_modules has q_proj; set lora_target_modules: \[q_"):
+    with pytest.raises(
+        ModelError, match=r"the adapter has q_proj, o_proj, up_proj where lora_target_modules has q_proj; set lora_target_modules: \[q_"
+    ):
         load_adapter(made.learner(LoraSettings(3, 7.0, ["q_proj"])), directory)
     with pytest.raises(ModelError, match=r"this learner has no adapter to load .* into; set lora: true"):
         load_adapter(made.learner(), directory)
@@ -296,7 +306,9 @@ def test_adapters_that_do_not_fit(saved_adapter: tuple[Any, Path], tiny: Callabl
         load_adapter(learner, directory)
     assert learner.digest() == before
     (directory / "adapter_model.safetensors").unlink()
-    with pytest.raises(ModelError, match="adapter_model.safetensors is missing; an adapter must be saved as safetensors"):
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors is missing; an adapter must be saved as safetensors"):
         load_adapter(learner, directory)
-    with pytest.raises(ModelError, match="there is no such directory; give one that holds adapter_config.json and adapter_model.safetensors"):
+    with pytest.raises(
+        ModelError, match=r"there is no such directory; give one that holds adapter_config.json and adapter_model.safetensors"
+    ):
         load_adapter(learner, directory / "nowhere")

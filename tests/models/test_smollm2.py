@@ -25,9 +25,35 @@ def _cache(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(smollm2_dir.parents[2]))
 
 
-def test_a_gguf_file_is_loaded_by_path(smollm2_gguf: Path, smollm2_dir: Path) -> None:
+def test_a_gguf_file_is_loaded_by_path(smollm2_gguf: Path, smollm2_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = inspect_model(str(smollm2_gguf))
-    assert (info.family, info.spec.layers, info.spec.hidden, info.spec.heads, info.spec.kv_heads, info.spec.tied) == ("llama", 30, 576, 9, 3, True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no conversion there: from the file's own metadata
+    unconverted = inspect_model(str(smollm2_gguf))
+    for field in (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "ffn",
+        "vocab",
+        "norm_eps",
+        "tied",
+        "rope_inv_freq",
+        "windows",
+        "max_positions",
+    ):
+        assert getattr(info.spec, field) == getattr(unconverted.spec, field), field
+    assert not list(tmp_path.rglob("*"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(smollm2_dir.parents[2]))
+    assert (info.family, info.spec.layers, info.spec.hidden, info.spec.heads, info.spec.kv_heads, info.spec.tied) == (
+        "llama",
+        30,
+        576,
+        9,
+        3,
+        True,
+    )
     assert info.parameters == 134_515_008
     loaded = load_model(str(smollm2_gguf))
     assert (loaded.valid_vocab, loaded.stop_ids) == (49152, (2,))
@@ -42,7 +68,11 @@ def test_a_gguf_file_is_loaded_by_path(smollm2_gguf: Path, smollm2_dir: Path) ->
 def test_unpacked_values_are_those_of_the_format(smollm2_gguf: Path) -> None:
     """Against the gguf package's own unpacking, for tensors that the conversion does not permute."""
     packed = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2_gguf).tensors}
-    wanted = {"embed_tokens.weight": "token_embd.weight", "layers.7.mlp.down_proj.weight": "blk.7.ffn_down.weight", "norm.weight": "output_norm.weight"}
+    wanted = {
+        "embed_tokens.weight": "token_embd.weight",
+        "layers.7.mlp.down_proj.weight": "blk.7.ffn_down.weight",
+        "norm.weight": "output_norm.weight",
+    }
     for name, value in load_model(str(smollm2_gguf)).weights():
         if name in wanted:
             tensor = packed[wanted.pop(name)]
@@ -82,4 +112,3 @@ def test_log_probabilities_of_a_thousand_tokens_of_text(smollm2_dir: Path) -> No
     assert -4 < expected.mean() < -1  # it is a language model that reads text, not noise
     assert np.abs(got - expected).mean() < 1e-4
     assert np.abs(got - expected).max() < 1e-2
-    print(f"mean |difference| {np.abs(got - expected).mean():.2e}, largest {np.abs(got - expected).max():.2e}, mean logp {expected.mean():.3f}")

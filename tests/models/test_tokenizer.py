@@ -99,7 +99,9 @@ def test_no_tokenizer(tiny: Callable[..., Any]) -> None:
     made = tiny("llama")
     for path in made.directory.glob("*token*"):
         path.unlink()
-    with pytest.raises(ModelError, match="no usable tokenizer beside the model; set tokenizer: to a directory or hub id that has one|no vocabulary"):
+    with pytest.raises(
+        ModelError, match=r"no usable tokenizer beside the model; set tokenizer: to a directory or hub id that has one|no vocabulary"
+    ):
         load_model(str(made.directory))
 
 
