@@ -166,10 +166,11 @@ def check_columns(plans: Iterable[CallPlan], tasks: Iterable[Collection[str]]) -
             if plan.batch and have:
                 continue
             available = ", ".join(sorted(counts)) if counts else "none"
+            hint = nearest(parameter, counts) if not have else ""
             where = "which the data set does not have" if not have else f"which {total - have} of {total} tasks lack"
             taken = ", ".join((*(BATCH_NAMES if plan.batch else SINGLE_NAMES), *COMMON_NAMES))
             raise RewardError(
-                f"reward {plan.name!r}: parameter {parameter!r} asks for a column {where}{nearest(parameter, counts) or '.'} "
+                f"reward {plan.name!r}: parameter {parameter!r} asks for a column {where}{hint or '.'} "
                 f"Columns: {available}. Besides columns it can take: {taken}. Rename a column under datasets: columns, "
                 "give the value under args, or give the parameter a default."
             )

@@ -8,6 +8,13 @@ from typing import Any
 
 from surogate_rl.rewards.extract import after_thinking, last_tag
 
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_NUMBER = re.compile(r"[-+]?[0-9][0-9. /]*%?")
+_FUNCTIONS = "sqrt|sin|cos|tan|sec|csc|cot|log|exp|arc[a-z]+|a?sinh|a?cosh|a?tanh"
+_PROSE = re.compile(rf"(?<![A-Za-z\\{{])(?!(?:{_FUNCTIONS})(?![A-Za-z]))[A-Za-z]{{3,}}")
+_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
+_BACKSLASH_PI = r"\\pi "
+
 
 @dataclass(frozen=True)
 class MathAnswer:
@@ -45,19 +52,19 @@ class MathAnswer:
         if not gold:
             return None
         tagged = last_tag(completion, "answer")
-        found = self.parse(tagged if tagged is not None else after_thinking(completion))
-        if not found and tagged is not None:
-            found = self.parse(f"${tagged}$")
+        found = self.parse(after_thinking(completion)) if tagged is None else self.parse_answer(tagged)
         return 1.0 if any(self.equal(one, other) for one in gold for other in found) else 0.0
 
     def parse_gold(self, answer: Any) -> list[Any]:
-        """Expressions of the gold answer; a bare LaTeX formula needs no dollar signs. Empty: it cannot be parsed."""
-        if answer is None or isinstance(answer, bool):
-            return []
-        text = str(answer)
-        if re.search(r"\\|\^|_", text) and "$" not in text and "\\boxed" not in text and "\\(" not in text and "\\[" not in text:
-            return self.parse(f"${text}$") or self.parse(text)
-        return self.parse(text) or self.parse(f"${text}$")
+        """Expressions of the gold answer; empty: there is none, or it cannot be parsed."""
+        return [] if answer is None or isinstance(answer, bool) else self.parse_answer(str(answer))
+
+    def parse_answer(self, text: str) -> list[Any]:
+        """Expressions of a text that is nothing but an answer. A formula needs no dollar signs here; prose with a number in it gives
+        the number; prose without gives nothing."""
+        if _DELIMITED.search(text) or _NUMBER.fullmatch(text.strip()) or _PROSE.search(text):
+            return self.parse(text)
+        return self.parse(f"${_PI.sub(_BACKSLASH_PI, text.strip())}$") or self.parse(text)
 
     def parse(self, text: str) -> list[Any]:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
