@@ -93,7 +93,10 @@ class Generator:
         prefill_chunk: int = 256,
     ) -> None: ...
     @staticmethod
-    def plan(spec: ModelSpec, **options: Any) -> list[tuple[str, int]]: ...
+    def plan(
+        spec: ModelSpec, *, max_sequences: int = 32, cache_tokens: int = 0, block_size: int = 16, valid_vocab: int = 0,
+        prefill_chunk: int = 256, lora_rank: int = 0,
+    ) -> list[tuple[str, int]]: ...
     def add(
         self, id: int, prompt: I32, *, max_new_tokens: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
         min_p: float = 0.0, seed: int = 0, stop_ids: Sequence[int] = (),
@@ -102,5 +105,9 @@ class Generator:
     def step(self) -> list[tuple[int, int, float, str | None]]: ...  # id, token, logp, finish: None, "stop", "length"
     def unfinished(self) -> int: ...
     def weights_changed(self) -> None: ...
+    @property
+    def preemptions(self) -> int: ...  # times that a running sequence had to make room and was computed again
+    @property
+    def cache_tokens(self) -> int: ...  # as taken: rounded up to whole blocks
 
 def blas_name() -> str: ...
