@@ -210,10 +210,10 @@ def all_keys(command: Command) -> list[KeyPath]:
 def unknown_key(command: Command, path: KeyPath) -> str:
     """The message about a key that the command does not have."""
     section, key = path[:-1], str(path[-1])
-    candidates = _meant(command, section, key)
     others = [(other, _place(other, section, key)) for other in CONFIGS if other != command]
     owners = [(other, place) for other, place in others if place is not None]
-    if owners and path[0] not in keys_at(command, ()):
+    candidates = _meant(command, section, key, fuzzy=not owners)
+    if owners:
         text = f"'{path_text(path)}' is a key of {' and '.join(other for other, _ in owners)}"
         text += f" ('{owners[0][1]}')" if owners[0][1] != path_text(path) else ""
         return f"{text}, not of {command}; " + (f"did you mean {candidates}?" if candidates else "remove it")
@@ -234,11 +234,12 @@ def _place(command: Command, section: KeyPath, key: str) -> str | None:
     return found[0] if found else None
 
 
-def _meant(command: Command, section: KeyPath, key: str) -> str:
+def _meant(command: Command, section: KeyPath, key: str, *, fuzzy: bool) -> str:
+    """Keys that the unknown one may stand for, quoted; without ``fuzzy`` only those of the same name or with a known other name."""
     known = {path_text(path) for path in all_keys(command)}
     folded = key.lower().replace("-", "_")
     found: list[str] = []
-    close = nearest(key, keys_at(command, section), cutoff=0.75)
+    close = nearest(key, keys_at(command, section), cutoff=0.75) if fuzzy else None
     if close is not None:
         found.append(path_text((*section, close)))
     alias = _ALIASES.get(folded)
@@ -248,7 +249,7 @@ def _meant(command: Command, section: KeyPath, key: str) -> str:
     lists = ("datasets.", "rewards.", "eval.datasets.", "eval.rewards.")
     elsewhere = [name for name in known if name.rpartition(".")[2] == folded and not name.startswith(lists)]
     found.extend(sorted(elsewhere, key=lambda name: (name.startswith("eval."), name)))
-    if not found:
+    if not found and fuzzy:
         close = nearest(key, keys_at(command, section), cutoff=0.65)
         if close is not None:
             found.append(path_text((*section, close)))

@@ -1,0 +1,217 @@
+"""Keys that do not go together, keys that are not there yet, keys without effect."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from surogate_rl.config import Command, ConfigError, ConfigWarning, parse_config
+
+MINIMAL: dict[str, Any] = {"model": "m", "output_dir": "out", "datasets": ["rows.jsonl"]}
+BASES: dict[Command, dict[str, Any]] = {"sft": MINIMAL, "dpo": MINIMAL, "grpo": {**MINIMAL, "rewards": ["exact_match"]}}
+EVAL = {"datasets": ["held.jsonl"]}
+BIAS = "would bias the ratio in training; it belongs under eval"
+
+
+def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**BASES[command], **keys}, command)
+    return caught.value.lines
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "message"),
+    [
+        ("sft", {"device": "cuda"}, "device: the CUDA back-end is not there yet; set device: cpu"),
+        ("sft", {"gpus": 2}, "gpus: 2 asked for, but the CUDA back-end is not there yet; set gpus: 0 or remove the key"),
+        ("sft", {"recipe": "bfloat16"}, "recipe: bfloat16 needs a GPU, the CPU computes in float32; set recipe: float32"),
+        ("sft", {"max_steps": 0}, "max_steps: expected a whole number greater than 0, or -1 for num_train_epochs; got 0"),
+        ("sft", {"max_steps": -5}, "max_steps: expected a whole number greater than 0, or -1 for num_train_epochs; got -5"),
+        ("sft", {"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio and warmup_steps are both given; keep one of them"),
+        ("sft", {"warmup_steps": 30, "max_steps": 20}, "warmup_steps: 30 is more than max_steps (20); lower it"),
+        (
+            "sft",
+            {"resume": "nowhere/step-5"},
+            "resume: no checkpoint at 'nowhere/step-5'; write auto, never, or a folder such as out/checkpoints/step-100",
+        ),
+        ("dpo", {"lora": True, "lora_dropout": 0.1}, "lora_dropout: 0.1 is not supported; set lora_dropout: 0 or remove the key"),
+        ("dpo", {"lora": True, "adapter": "nowhere"}, "adapter: no folder 'nowhere'; give the folder that holds adapter_config.json"),
+        ("dpo", {"lora": True, "lora_target_modules": []}, "lora_target_modules: an empty list trains nothing; write all-linear or names"),
+        (
+            "sft",
+            {"eval": {**EVAL, "rewards": ["exact_match"], "samples": 4}},
+            "eval.samples: 4 greedy completions are all alike; set eval.temperature above 0 or samples: 1",
+        ),
+        (
+            "sft",
+            {"sequence_len": 64, "eval": {**EVAL, "rewards": ["exact_match"], "max_completion_length": 64}},
+            "eval.max_completion_length: 64 leaves no room for a prompt in sequence_len (64); lower it or raise sequence_len",
+        ),
+        (
+            "grpo",
+            {"rollouts": {"num_generations": 1}},
+            "rollouts.num_generations: a group of one has no baseline, grpo learns nothing from it; set it to 2 or more, "
+            "or loss: reinforce_plus_plus, whose baseline is the batch's",
+        ),
+        (
+            "grpo",
+            {"rollouts": {"num_generations": 1, "prompts_per_step": 1}, "loss": "reinforce_plus_plus"},
+            "rollouts.prompts_per_step: a batch of one completion has no baseline; raise it or num_generations",
+        ),
+        ("grpo", {"rollouts": {"top_p": 0.9}}, f"rollouts.top_p: 0.9 {BIAS}; set it to 1 or remove the key"),
+        ("grpo", {"rollouts": {"top_k": 50}}, f"rollouts.top_k: 50 {BIAS}; set it to 0 or remove the key"),
+        ("grpo", {"rollouts": {"min_p": 0.05}}, f"rollouts.min_p: 0.05 {BIAS}; set it to 0 or remove the key"),
+        (
+            "grpo",
+            {"rollouts": {"temperature": 0}},
+            "rollouts.temperature: 0 (greedy) cannot be trained on, all completions are alike; set it above 0",
+        ),
+        ("grpo", {"rollouts": {"engine": "vllm"}}, "rollouts.engine: vllm is not there yet; set it to native or auto"),
+        (
+            "grpo",
+            {"rollouts": {"max_staleness": 1}},
+            "rollouts.max_staleness: only 0 (on-policy) is there yet; set it to 0 or remove the key",
+        ),
+        (
+            "grpo",
+            {"sequence_len": 256},
+            "rollouts.max_completion_length: 256 leaves no room for a prompt in sequence_len (256); lower it or raise sequence_len",
+        ),
+        (
+            "grpo",
+            {"sequence_len": 300, "rollouts": {"max_prompt_length": 100}},
+            "rollouts.max_prompt_length: 100 and max_completion_length (256) do not fit in sequence_len (300); "
+            "lower one or raise sequence_len",
+        ),
+        (
+            "grpo",
+            {"loss": {"num_minibatches": 3}},
+            "loss.num_minibatches: 3 does not divide the 64 completions of a step (prompts_per_step 8 x num_generations 8); choose a divisor",
+        ),
+        (
+            "grpo",
+            {"loss": {"delta": 1.2}},
+            "loss.delta: 1.2 must be greater than 1 + epsilon_high (1.2), or it cuts below the clip; raise it",
+        ),
+        (
+            "grpo",
+            {"loss": {"delta": 1.25, "epsilon_high": 0.28}},
+            "loss.delta: 1.25 must be greater than 1 + epsilon_high (1.28), or it cuts below the clip; raise it",
+        ),
+        (
+            "grpo",
+            {"loss": {"sync_ref_model": True}},
+            "loss.sync_ref_model: there is no reference while loss.beta is 0; set beta above 0 or sync_ref_model: false",
+        ),
+        (
+            "grpo",
+            {"loss": {"mismatch": "token_mask", "mismatch_floor": 3.0}},
+            "loss.mismatch_floor: 3 must be less than mismatch_cap (3); lower it",
+        ),
+        ("grpo", {"rewards": []}, "rewards: grpo needs at least one, such as 'rewards: [exact_match]' or path/file.py:function"),
+        (
+            "grpo",
+            {"rewards": [{"name": "exact_match", "weight": 0}]},
+            "rewards: every weight is 0, there is nothing to learn from; give one a weight",
+        ),
+        ("grpo", {"rewards": ["mine.py:fn"]}, "rewards[0].name: no file 'mine.py' (paths count from the folder you start in)"),
+        ("grpo", {"rewards": ["mine.py"]}, "rewards[0].name: no file 'mine.py' (paths count from the folder you start in)"),
+        ("grpo", {"rewards": ["a/b:fn"]}, "rewards[0].name: expected path/file.py:function, got 'a/b:fn'"),
+        (
+            "grpo",
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps: a grpo step is rollouts.prompts_per_step x rollouts.num_generations completions, "
+            "split by memory alone; raise prompts_per_step instead and remove this key",
+        ),
+        ("grpo", {"packing": False}, "packing: grpo always packs; remove this key"),
+        (
+            "grpo",
+            {"overlong": "truncate"},
+            "overlong: grpo drops prompts that are too long, a cut prompt asks something else; remove this key",
+        ),
+    ],
+)
+def test_refused(command: Command, keys: dict[str, Any], message: str) -> None:
+    assert lines_of(command, keys) == [message]
+
+
+def test_adapter_without_lora(tmp_path: Path) -> None:
+    assert lines_of("sft", {"adapter": str(tmp_path)}) == ["adapter: needs lora: true; set it, or merge the adapter into the model"]
+
+
+def test_built_in_rewards_and_their_options_are_checked() -> None:
+    (unknown,) = lines_of("grpo", {"rewards": ["exact_matc"]})
+    assert unknown.startswith("rewards[0].name: unknown reward 'exact_matc'; did you mean 'exact_match'?")
+    (option,) = lines_of("sft", {"eval": {**EVAL, "rewards": [{"name": "exact_match", "args": {"bogus": 1}}]}})
+    assert option.startswith("eval.rewards[0].args: reward 'exact_match': unknown option 'bogus'")
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("grpo", {"rollouts": {"num_generations": 1}, "loss": "reinforce_plus_plus"}),
+        ("grpo", {"eval": {**EVAL, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "samples": 4}}),
+        ("grpo", {"loss": {"delta": 1.21}}),
+        ("grpo", {"loss": {"beta": 0.1, "sync_ref_model": True}}),
+        ("grpo", {"sequence_len": 257}),
+        ("grpo", {"rollouts": {"prompts_per_step": 3, "num_generations": 4}, "loss": {"num_minibatches": 6}}),
+        ("sft", {"lora_dropout": 0}),
+        ("sft", {"gpus": 0, "device": "cpu", "recipe": "float32"}),
+        ("sft", {"gradient_accumulation_steps": 2, "packing": False, "overlong": "truncate"}),
+        ("sft", {"resume": "auto"}),
+        ("dpo", {"eval": EVAL}),
+    ],
+)
+def test_allowed(command: Command, keys: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        parse_config({**BASES[command], **keys}, command)
+
+
+def test_a_user_function_may_take_a_group_of_one(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text("def fn(stats, batch, totals): ...\n")
+    parse_config({**BASES["grpo"], "rollouts": {"num_generations": 1}, "loss": f"{tmp_path}/loss.py:fn"}, "grpo")
+
+
+def test_rewards_from_python_stand_for_the_key() -> None:
+    config = parse_config(MINIMAL, "grpo", rewards_given=True)
+    assert config.rewards == []
+    parse_config({**MINIMAL, "rewards": [{"name": "exact_match", "weight": 0}]}, "grpo", rewards_given=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "keys", "messages"),
+    [
+        (
+            "sft",
+            {"lora_rank": 8, "lora_alpha": 16},
+            ["lora_rank has no effect while lora is false", "lora_alpha has no effect while lora is false"],
+        ),
+        ("sft", {"max_steps": 5, "num_train_epochs": 2}, ["num_train_epochs has no effect while max_steps is given"]),
+        ("sft", {"save_steps": 0, "save_total_limit": 9}, ["save_total_limit has no effect while save_steps is 0"]),
+        (
+            "sft",
+            {"lr_scheduler_type": "constant", "warmup_steps": 5},
+            ["warmup_steps has no effect while lr_scheduler_type is constant; constant_with_warmup uses it"],
+        ),
+        (
+            "sft",
+            {"eval": {**EVAL, "max_completion_length": 5}},
+            ["eval.max_completion_length has no effect while eval has no rewards: the loss on its rows is measured"],
+        ),
+        ("grpo", {"eval": {**EVAL, "top_k": 5}}, ["eval.top_k has no effect while eval.temperature is 0"]),
+        (
+            "grpo",
+            {"loss": {"mismatch_cap": 2.0}},
+            ["loss.mismatch_cap has no effect while loss.mismatch is auto: the native engine needs none"],
+        ),
+    ],
+)
+def test_keys_without_effect_are_told(command: Command, keys: dict[str, Any], messages: list[str]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConfigWarning)
+        parse_config({**BASES[command], **keys}, command)
+    assert [str(warning.message) for warning in caught if warning.category is ConfigWarning] == messages
