@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 Tools = list[dict[str, Any]] | None
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
+# how much of the end of an answer must be seen in the rendering
+SHOWN_CHARACTERS = 24
+EMPTY_THINKING = re.compile(r"\s*<think>\s*</think>\s*")
+OPENED_THINKING = re.compile(r"<think>\s*$")
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,15 @@ def make_example(tokens: Sequence[int], spans: Sequence[tuple[int, int]]) -> Exa
 
 @dataclass(frozen=True)
 class _Span:
-    """Characters of a rendered text that the assistant's turn `turn` owns; None: only the template's own marks can tell."""
+    """Characters of a rendered text that the assistant's turn `turn` owns.
+
+    Where `marked`, they also hold some of the turn's header, and only the template's own marks tell where it ends.
+    """
 
     turn: int
-    start: int | None
+    start: int
     end: int
+    marked: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,8 @@ class ChatEncoder:
             for turn in turns:
                 if turn not in prompts:
                     prompts[turn] = self._prompts(messages[:turn], tools)
-                span = self._span(text, turn, last, prompts[turn], lambda t: self._rendered(messages, t, tools, ends))
+                end = len(text) if turn == last else self._end(text, self._rendered(messages, turn, tools, ends))
+                span = None if end is None else self._span(text, turn, end, prompts[turn], messages[turn])
                 if span is None and turn == last:
                     span = self._by_content(text, messages[:last], messages[last], tools, prompts[last])
                 if span is None:
@@ -185,28 +193,39 @@ class ChatEncoder:
         return known[turn]
 
     def _prompts(self, messages: Sequence[Message], tools: Tools) -> list[str]:
-        """What an engine can be given before this turn, the longest first: as it is, and with thinking switched off."""
+        """What an engine can be given before this turn, the longest first: as it is, and with thinking switched off or on."""
         made = [self._template.render(messages, tools, generation_prompt=True)]
         if "enable_thinking" in self._template.source:
-            made.append(self._template.render(messages, tools, generation_prompt=True, enable_thinking=False))
+            made += [self._template.render(messages, tools, generation_prompt=True, enable_thinking=flag) for flag in (False, True)]
         return sorted(set(made), key=len, reverse=True)
 
-    def _span(self, text: str, turn: int, last: int, prompts: Sequence[str], rendered: Callable[[int], str]) -> _Span | None:
+    def _end(self, text: str, turn: str) -> int | None:
+        """Where the conversation up to a turn ends within the longer one; None: it is rendered otherwise there."""
+        if text.startswith(turn):
+            return len(turn)
+        # some templates write an EOS behind the last message, whatever it is
+        eos = self._tokens.tokenizer.eos_token
+        shorter = turn.removesuffix(eos) if isinstance(eos, str) else turn
+        return len(shorter) if text.startswith(shorter) else None
+
+    def _span(self, text: str, turn: int, end: int, prompts: Sequence[str], message: Message) -> _Span | None:
         start = next((len(prompt) for prompt in prompts if text.startswith(prompt)), None)
         if start is None:
             return None
-        end = len(text) if turn == last else len(rendered(turn))
-        if turn != last and not text.startswith(rendered(turn)):
+        # an empty thought is put there by the template, also where the prompt has opened it, and not said by the assistant
+        opened = OPENED_THINKING.search(text, 0, start)
+        empty = EMPTY_THINKING.match(text, opened.start() if opened else start, end)
+        start = empty.end() if empty else start
+        if start >= end:
             return None
-        if empty := EMPTY_THINKING.match(text, start, end):
-            start = empty.end()  # put there by the template, not said by the assistant
-        return _Span(turn, start, end) if start < end else None
+        said = message["content"].rpartition("</think>")[2].strip()[-SHOWN_CHARACTERS:]
+        if said not in text[start:end]:
+            raise UnusableRow(f"the chat template does not show what the assistant says in message {turn}: {said!r} is missing")
+        return _Span(turn, start, end)
 
     def _by_content(self, text: str, before: Sequence[Message], message: Message, tools: Tools, prompts: Sequence[str]) -> _Span:
         """The last turn where the template renders an answer after another header than it prompts with (as some that prompt with an opened
         thinking block): the answer must follow the part of the header that both share, word for word."""
-        if self._template.marks_generation:
-            return _Span(len(before), None, len(text))
         base = self._template.render(before, tools, generation_prompt=False)
         shared = max(shared_beginning(text, prompt) for prompt in prompts)
         if text.startswith(base) and shared >= len(base):
@@ -214,6 +233,8 @@ class ChatEncoder:
             start = shared + len(text[shared:]) - len(text[shared:].lstrip())
             if content and text.startswith(content, start):
                 return _Span(len(before), start, len(text))
+        if self._template.marks_generation:
+            return _Span(len(before), shared, len(text), marked=True)
         raise UnusableRow(
             f"the chat template renders message {len(before)} in a way that generation could not give: it is prompted with "
             f"{prompts[0][-60:]!r}, but rendered as {text[max(0, shared_beginning(text, prompts[0]) - 20) :][:80]!r}; "
@@ -234,21 +255,20 @@ class ChatEncoder:
         *earlier, last = rendering.spans
         marked = self._template.assistant_marks(conversation.messages[: rendering.last + 1], conversation.tools)
         marks = marked[1] if marked is not None and marked[0] == ids and _is_sane(marked[1]) else None
-        if last.start is None:
-            start, end = _last_run(marks, ids, self._tokens.special_ids)
-        else:
-            start, end = self._tokens.cuts(text, ids, [last.start, last.end])
-            if start is None or end is None:
-                # a merge spans the beginning of the turn: prompt and answer one by one, as when it is sampled
-                first, rest = self._tokens.join(text[: last.start], text[last.start :])
-                text, ids, marks, start, end = text[: last.start], [*first, *rest], None, len(first), len(first) + len(rest)
-        if start is None or end is None:
-            raise UnusableRow(
-                f"neither the chat template's {{% generation %}} nor its generation prompt tells which tokens of message {last.turn} "
-                "the assistant says; set a chat_template that does"
-            )
+        start, end = self._tokens.cuts(text, ids, [last.start, last.end])
+        if last.marked:
+            if marks is None or start is None:
+                raise UnusableRow(
+                    f"neither the chat template's {{% generation %}} nor its generation prompt tells which tokens of message {last.turn} "
+                    "the assistant says; set a chat_template that does"
+                )
+            start, end = _last_run(marks, start, ids, self._tokens.special_ids)
+        elif start is None or end is None:
+            # a merge spans the beginning of the turn: prompt and answer one by one, as when it is sampled
+            first, rest = self._tokens.join(text[: last.start], text[last.start :])
+            text, ids, marks, start, end = text[: last.start], [*first, *rest], None, len(first), len(first) + len(rest)
         known = ids if text is rendering.text else ids[:start]
-        cuts = self._tokens.cuts(text, known, [position for span in earlier for position in (span.start or 0, span.end)])
+        cuts = self._tokens.cuts(text, known, [position for span in earlier for position in (span.start, span.end)])
         spans: list[tuple[int, int]] = []
         made: list[Example] = []
         for span, first_token, end_token in zip(earlier, cuts[::2], cuts[1::2], strict=True):
@@ -266,13 +286,17 @@ class ChatEncoder:
         return [*made, make_example(tokens, trained)]
 
     def _trained(self, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
-        """The span without what the template writes behind the token that ends the turn: no policy samples that."""
+        """The span without what the template writes behind the tokens that end the turn: no policy samples that."""
+        special = self._tokens.special_ids
+        found = end
         for position in range(end - 1, start - 1, -1):
-            if ids[position] in self._tokens.special_ids:
-                return start, position + 1
-            if not self._tokens.is_blank(ids[position]):
+            if ids[position] in special:
+                # of special tokens with blanks between, the first ones end the turn
+                if position + 1 == end or ids[position + 1] not in special:
+                    found = position + 1
+            elif not self._tokens.is_blank(ids[position]):
                 break
-        return start, end
+        return start, found
 
     # ---- other masks ----
 
@@ -312,14 +336,14 @@ def _restrict(start: int, end: int, marks: Sequence[bool] | None) -> list[tuple[
     return [*((i, i + 1) for i in range(start, end) if marks[i]), (end - 1, end)]
 
 
-def _last_run(marks: Sequence[bool] | None, ids: Sequence[int], special: frozenset[int]) -> tuple[int | None, int | None]:
-    """The last run of marked tokens, with the token that ends the turn where that lies just behind it."""
-    if marks is None:
-        return None, None
+def _last_run(marks: Sequence[bool], first: int, ids: Sequence[int], special: frozenset[int]) -> tuple[int, int]:
+    """The last run of marked tokens from `first` on, with the token that ends the turn where that lies just behind it."""
     end = max(i for i, flag in enumerate(marks) if flag) + 1
     start = end
-    while start > 0 and marks[start - 1]:
+    while start > first and marks[start - 1]:
         start -= 1
+    if start == end:
+        raise UnusableRow("the chat template marks nothing of the last turn for training")
     return start, end + (end < len(ids) and ids[end] in special)
 
 

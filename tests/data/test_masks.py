@@ -141,6 +141,25 @@ def test_empty_thinking_of_the_generation_prompt_is_not_trained(make_tokenizer: 
     assert said(example, fixed) == ["Hello there<|im_end|>"]
 
 
+def test_thinking_can_be_trained_where_the_prompt_switches_it_off_by_itself(
+    make_tokenizer: Make, templates: dict[str, str], write_rows: Write
+) -> None:
+    off = templates["qwen3"].replace("enable_thinking is defined and enable_thinking is false", "enable_thinking is not defined")
+    assert off != templates["qwen3"]
+    tokenizer = make_tokenizer(off)
+    thought, plain = load([chat("hi", "<think>\nyes\n</think>\n\nHello"), chat("hi", "Hello")], tokenizer, write_rows)
+    assert said(thought, tokenizer) == ["<think>\nyes\n</think>\n\nHello<|im_end|>"]
+    assert said(plain, tokenizer) == ["Hello<|im_end|>"]
+
+
+def test_empty_thinking_that_the_prompt_opens_is_not_trained(make_tokenizer: Make, templates: dict[str, str], write_rows: Write) -> None:
+    opens = templates["qwen3"].split("{% if enable_thinking")[0] + "{{ '<think>\n' }}{% endif %}"
+    tokenizer = make_tokenizer(opens)
+    thought, plain = load([chat("hi", "<think>\nyes\n</think>\n\nHello"), chat("hi", "Hello")], tokenizer, write_rows)
+    assert said(thought, tokenizer) == ["yes\n</think>\n\nHello<|im_end|>"]
+    assert said(plain, tokenizer) == ["Hello<|im_end|>"]
+
+
 def test_every_turn_is_trained_once(make_tokenizer: Make, templates: dict[str, str], write_rows: Write) -> None:
     tokenizer = make_tokenizer(templates["qwen3"])
     row = chat("hi", "Hello", "what", "<think>\nno\n</think>\n\nBlue", "name", "five")
@@ -207,6 +226,16 @@ def test_marks_tell_where_the_generation_prompt_cannot(make_tokenizer: Make, tem
     assert said(example, tokenizer) == ["Hello<|eos|>"]
 
 
+def test_header_within_the_marks_is_not_trained(make_tokenizer: Make, templates: dict[str, str], write_rows: Write) -> None:
+    template = templates["opened_thinking"].replace(
+        "{{ '<|assistant|>' + m['content'].split('</think>')[-1] + '<|eos|>' }}",
+        "{% generation %}{{ '<|assistant|>' + m['content'].split('</think>')[-1] + '<|eos|>' }}{% endgeneration %}",
+    )
+    tokenizer = make_tokenizer(template, eos="<|eos|>")
+    (example,) = load([chat("hi", "<think>\nyes\n</think>Hello")], tokenizer, write_rows)
+    assert said(example, tokenizer) == ["Hello<|eos|>"]
+
+
 # ---- degenerate -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +244,25 @@ def test_template_that_tells_no_turns_apart_is_refused(make_tokenizer: Make, wri
     tokenizer = make_tokenizer("{% if not add_generation_prompt %}{{ messages[-1]['content'] }}{% endif %}")
     with pytest.raises(DataError, match="every token would be trained"):
         load([chat("hi", "Hello there")], tokenizer, write_rows)
+
+
+def test_template_that_does_not_show_the_answer_is_refused(make_tokenizer: Make, templates: dict[str, str], write_rows: Write) -> None:
+    # templates of vision models read lists of parts and show nothing of plain text
+    hidden = "(m['content'] if m['content'] is not string else '')"
+    tokenizer = make_tokenizer(templates["chatml"].replace("m['content']", hidden))
+    with pytest.raises(DataError, match="does not show what the assistant says in message 1: 'Hello there' is missing"):
+        load([chat("hi", "Hello there")], tokenizer, write_rows)
+
+
+def test_eos_behind_the_last_message_splits_nothing_and_is_not_trained(
+    make_tokenizer: Make, templates: dict[str, str], write_rows: Write
+) -> None:
+    # as Phi-3 does
+    template = templates["chatml"].replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    tokenizer = make_tokenizer(template, eos="<|eos|>")
+    (example,) = load([chat("hi", "Hello there", "bye", "no")], tokenizer, write_rows)
+    assert said(example, tokenizer) == ["Hello there<|im_end|>", "no<|im_end|>"]
+    assert tokenizer.eos_token_id not in example.tokens.tolist()
 
 
 def test_rows_that_train_nothing_are_dropped_counted_and_an_error_if_most(make_tokenizer: Make, write_rows: Write) -> None:
