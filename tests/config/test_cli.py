@@ -213,7 +213,7 @@ cli.main()
             "stopped at once; the newest checkpoint is out/checkpoints/step-00000100; go on with --set resume=auto\n",
         ),
         (
-            "\n    try:\n        time.sleep(60)\n    except KeyboardInterrupt:\n        raise KeyboardInterrupt('saved at step 7') from None",
+            "\n    try:\n        time.sleep(60)\n    except KeyboardInterrupt:\n        raise KeyboardInterrupt('saved at step 7')",
             (),
             "saved at step 7\n",
         ),

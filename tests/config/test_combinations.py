@@ -89,7 +89,8 @@ def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
         (
             "grpo",
             {"loss": {"num_minibatches": 3}},
-            "loss.num_minibatches: 3 does not divide the 64 completions of a step (prompts_per_step 8 x num_generations 8); choose a divisor",
+            "loss.num_minibatches: 3 does not divide the 64 completions of a step (prompts_per_step 8 x num_generations 8); "
+            "choose a divisor",
         ),
         (
             "grpo",

@@ -140,7 +140,8 @@ def test_missing_keys_say_what_they_are(errors: Lines) -> None:
         "config.yaml: missing key 'datasets': what to train on",
     ]
     assert errors(BASE.replace("[rows.jsonl]", "[{type: auto}]")) == [
-        "config.yaml:3: missing key 'datasets[0].path': a hub id, a file (jsonl, json, parquet, csv), a directory, or `reasoning_gym/<task>`"
+        "config.yaml:3: missing key 'datasets[0].path': a hub id, a file (jsonl, json, parquet, csv), a directory, "
+        "or `reasoning_gym/<task>`"
     ]
 
 
@@ -189,7 +190,8 @@ def test_files_that_cannot_be_read(errors: Lines, tmp_path: Path) -> None:
         (
             ("rollouts.max_completion_length=64", "sequence_len=64"),
             [
-                "--set rollouts.max_completion_length=64: rollouts.max_completion_length: 64 leaves no room for a prompt in sequence_len (64); "
+                "--set rollouts.max_completion_length=64: rollouts.max_completion_length: 64 leaves no room for a prompt in "
+                "sequence_len (64); "
                 "lower it or raise sequence_len"
             ],
         ),
@@ -220,9 +222,9 @@ def test_functions_do_not_belong_in_the_dict() -> None:
 
 def test_objects_of_another_command_and_other_types() -> None:
     config = SftConfig.model_validate({"model": "m", "output_dir": "out", "datasets": [{"path": "a"}]})
-    with pytest.raises(ConfigError, match="^grpo takes a GrpoConfig or a dict, got a SftConfig$"):
+    with pytest.raises(ConfigError, match=r"^grpo takes a GrpoConfig or a dict, got a SftConfig$"):
         parse_config(config, "grpo")
-    with pytest.raises(TypeError, match="^the configuration must be a dict or a SftConfig, got int$"):
+    with pytest.raises(TypeError, match=r"^the configuration must be a dict or a SftConfig, got int$"):
         parse_config(3, "sft")  # type: ignore[call-overload]
 
 

@@ -182,7 +182,7 @@ def test_objects_are_taken_as_they_are() -> None:
     config = parse_config({"model": "m", "output_dir": "o", "datasets": ["a"], "loss": "ipo"}, "dpo")
     assert parse_config(config, "dpo") == config
     changed = config.model_copy(update={"learning_rate": -1.0})
-    with pytest.raises(ValueError, match="^learning_rate: expected a number greater than 0, got -1.0$"):
+    with pytest.raises(ValueError, match=r"^learning_rate: expected a number greater than 0, got -1.0$"):
         parse_config(changed, "dpo")
     assert parse_config(config, "dpo", ["seed=3"]).seed == 3
 

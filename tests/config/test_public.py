@@ -55,15 +55,15 @@ def test_rewards(calls: list[tuple[Any, ...]]) -> None:
     surogate_rl.grpo({**MINIMAL, "rewards": ["exact_match"]})
     assert calls[0][1] == [mine]
     assert calls[1][1] == []
-    with pytest.raises(ConfigError, match="^rewards: grpo needs at least one"):
+    with pytest.raises(ConfigError, match=r"^rewards: grpo needs at least one"):
         surogate_rl.grpo(MINIMAL)
-    with pytest.raises(ConfigError, match="^rewards: grpo needs at least one"):
+    with pytest.raises(ConfigError, match=r"^rewards: grpo needs at least one"):
         surogate_rl.grpo(MINIMAL, rewards=[])
-    with pytest.raises(TypeError, match="^rewards takes functions, got 'exact_match'; built-in rewards are named in the configuration$"):
+    with pytest.raises(TypeError, match=r"^rewards takes functions, got 'exact_match'; built-in rewards are named in the configuration$"):
         surogate_rl.grpo(MINIMAL, rewards=["exact_match"])  # type: ignore[list-item]
     assert len(calls) == 2
 
 
 def test_unknown_attributes() -> None:
-    with pytest.raises(AttributeError, match="^module 'surogate_rl' has no attribute 'ppo'$"):
+    with pytest.raises(AttributeError, match=r"^module 'surogate_rl' has no attribute 'ppo'$"):
         _ = surogate_rl.ppo

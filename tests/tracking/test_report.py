@@ -56,7 +56,8 @@ class Page(HTMLParser):
 def row(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "task": 0, "sample": 0, "prompt": "What is 1 + 1?", "completion": "It is 2", "tokens": [5, 6, 7],
-        "token_texts": ["It", " is", " 2"], "logps": [-0.01, -1.0, -6.0], "reward": 1.0, "rewards": json.dumps({"exact": 1.0, "format": None}),
+        "token_texts": ["It", " is", " 2"], "logps": [-0.01, -1.0, -6.0], "reward": 1.0,
+        "rewards": json.dumps({"exact": 1.0, "format": None}),
         "advantage": 0.5, "finish_reason": "stop", "error": None, **changes,
     }  # fmt: skip
 
@@ -168,9 +169,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no metrics.jsonl, so it is not the output_dir of a run$"):
+    with pytest.raises(InputError, match=r"holds no metrics.jsonl, so it is not the output_dir of a run$"):
         write_report(tmp_path)
-    with pytest.raises(InputError, match="no such folder; give the output_dir of a run$"):
+    with pytest.raises(InputError, match=r"no such folder; give the output_dir of a run$"):
         write_report(tmp_path / "nowhere")
     (tmp_path / "metrics.jsonl").touch()
     assert "No metrics were logged." in Page(write_report(tmp_path).read_text(encoding="utf-8")).text

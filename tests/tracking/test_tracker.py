@@ -40,9 +40,9 @@ def test_lines(tmp_path: Path) -> None:
 
 def test_what_is_no_metric(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
-        with pytest.raises(ValueError, match="^metric 'step': the name is the line's own; choose another$"):
+        with pytest.raises(ValueError, match=r"^metric 'step': the name is the line's own; choose another$"):
             tracker.log(1, {"step": 1})
-        with pytest.raises(ValueError, match="^metric 'loss': expected a number, got 'high'$"):
+        with pytest.raises(ValueError, match=r"^metric 'loss': expected a number, got 'high'$"):
             tracker.log(1, {"loss": "high"})
     assert rows(tmp_path) == []
 
@@ -102,7 +102,8 @@ class Run:
         record(finished=True)
 def init(**options):
     {init}
-    record(init={{key: options[key] for key in ("project", "name", "id", "resume", "dir")}}, seed=options["config"].get("seed"), mode=os.environ.get("WANDB_MODE"))
+    kept = {{key: options[key] for key in ("project", "name", "id", "resume", "dir")}}
+    record(init=kept, seed=options["config"].get("seed"), mode=os.environ.get("WANDB_MODE"))
     return Run()
 """
 
