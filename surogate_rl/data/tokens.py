@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from surogate_rl.data.report import DataError, UnusableRow
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ class Tokens:
 
         None where ``ids(text[:position])`` is no prefix of `ids`, as where a merge spans the position.
         """
-        marks = self._find_marks(text, ids)
+        marks = self._find_marks(text, ids) if positions else []
         return [self._cut(text, ids, position, marks) for position in positions]
 
     def _find_marks(self, text: str, ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -114,8 +116,8 @@ class Tokens:
             return []
         pattern, known = self._marks
         found = [(match.end(), known[match.group()]) for match in pattern.finditer(text)]
-        values = set(known.values())
-        at = [(number + 1, token) for number, token in enumerate(ids) if token in values]
+        all_ids = np.asarray(ids, dtype=np.int64)
+        at = [(int(number) + 1, int(all_ids[number])) for number in np.flatnonzero(np.isin(all_ids, list(known.values())))]
         if [token for _, token in found] != [token for _, token in at]:
             return []
         return [(end, count) for (end, _), (count, _) in zip(found, at, strict=True)]
