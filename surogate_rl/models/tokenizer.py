@@ -114,7 +114,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception:  # a template may refuse this conversation for reasons of its own; then it says nothing about turns
         return None
     after = str(text).rpartition(marker)[2]
-    special = sorted(set(tokenizer.all_special_tokens), key=len, reverse=True)
+    special = sorted(filter(None, set(tokenizer.all_special_tokens)), key=len, reverse=True)
     for token in special:
         if after.startswith(token):
             index = tokenizer.convert_tokens_to_ids(token)

@@ -38,8 +38,8 @@ def test_targets() -> None:
         (LoraSettings(4, 0.0), "lora_alpha must be a positive number, got 0.0"),
         (
             LoraSettings(4, 8.0, ["lm_head"]),
-            r"lora_target_modules: lm_head cannot carry an adapter in this model, because its head is tied to the embedding \(tie_word_embeddings: true\); "
-            "remove lm_head from lora_target_modules",
+            r"lora_target_modules: lm_head cannot carry an adapter in this model, because its head is tied to the embedding "
+            r"\(tie_word_embeddings: true\); remove lm_head from lora_target_modules",
         ),
     ],
 )
