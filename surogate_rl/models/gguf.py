@@ -140,12 +140,13 @@ def _convert(path: Path, directory: Path) -> None:
     family_of(plain_config(config), str(path))  # before the work, not after it
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        pair: Any = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except Exception as error:
         raise ModelError(f"{path}: transformers cannot unpack this GGUF file ({_first_line(error)})") from error
-    tensors = model.state_dict()
+    model, report = pair
+    tensors: dict[str, torch.Tensor] = model.state_dict()
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     _require_all(path, len(tensors), report)
@@ -157,11 +158,11 @@ def _convert(path: Path, directory: Path) -> None:
     write_safetensors(
         directory / "model.safetensors", {name: tuple(t.shape) for name, t in tensors.items()}, lambda name: tensors[name].numpy()
     )
-    config = plain_config(model.config) | {"architectures": [type(model).__name__], "dtype": "float32"}
+    values = plain_config(model.config) | {"architectures": [type(model).__name__], "dtype": "float32"}
     tokenizer.save_pretrained(directory)
     if model.generation_config is not None:
         write_text(directory / "generation_config.json", model.generation_config.to_json_string())
-    write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(directory / "config.json", json.dumps(values, indent=2) + "\n")
 
 
 def _require_all(path: Path, converted: int, report: dict[str, Any]) -> None:
