@@ -74,7 +74,8 @@ def open_session(command: str, config: TrainConfig, max_tokens: int, logp: Calla
     learner.load_weights(loaded.weights())
     if config.adapter is not None:
         load_adapter(learner, config.adapter)
-        learner.snapshot_adapter()
+    if config.lora:
+        learner.snapshot_adapter()  # the reference of KL terms, whatever a checkpoint loads into the live adapter later
     output_dir = Path(config.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     write_resolved(config, output_dir / CONFIG_FILE)
