@@ -39,7 +39,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "pad_token_id": None,
+    "pad_token_id": None,  # else transformers leaves the padding's row untrained; here it is a token like any other, often the eos itself
     "bos_token_id": None,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
