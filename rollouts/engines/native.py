@@ -149,7 +149,9 @@ class NativeEngine:
         with self._changed:
             self._require_open()
             if learner.native is not self._learner:
-                raise ValueError("the native engine samples from the learner that it was made with; make another engine for another learner")
+                raise ValueError(
+                    "the native engine samples from the learner that it was made with; make another engine for another learner"
+                )
             self._submit(_Update(version, reply))
         await reply.future
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import Protocol
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of an unfinished character to
@@ -41,7 +40,7 @@ class StopStrings:
         self._tokens.append(token)
         before = self._decode(self._tokens[self._context : self._settled])
         text = self._decode(self._tokens[self._context :])
-        new = text[len(commonprefix([before, text])) :]
+        new = text[_common(before, text) :]
         whole = new.rstrip(_INCOMPLETE)
         reached = self._tail + whole
         if any(stop in reached for stop in self._stop):
@@ -53,3 +52,8 @@ class StopStrings:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False) if tokens else ""
+
+
+def _common(a: str, b: str) -> int:
+    """Characters that both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
