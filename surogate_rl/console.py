@@ -30,6 +30,17 @@ SHOWN = (
     "grad_norm",
     "learning_rate",
 )
+# What is shown of an evaluation, by the name after eval_ (or its beginning, if it ends in @).
+_EVALUATION_SHOWN = (
+    "loss",
+    "reward",
+    "mean@",
+    "pass@",
+    "rewards/accuracies",
+    "rewards/margins",
+    "mean_token_accuracy",
+    "completions/mean_length",
+)
 _SHORT = {
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
@@ -62,6 +73,21 @@ def format_seconds(seconds: float) -> str:
     if days:
         return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def evaluation_rank(name: str) -> int | None:
+    """The place of an evaluation's metric among those that are shown, from 0; None: it is only in the file."""
+    bare = name[5:] if _is_evaluation(name) else name
+    for rank, shown in enumerate(_EVALUATION_SHOWN):
+        if bare == shown or (shown.endswith("@") and bare.startswith(shown)):
+            return rank
+    return None
+
+
+def shown_evaluation(values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of an evaluation that are shown, what matters most first."""
+    ranked = [(rank, name) for name in values if (rank := evaluation_rank(name)) is not None]
+    return {name: values[name] for _, name in sorted(ranked)}
 
 
 class Progress:
@@ -140,8 +166,9 @@ class Progress:
         return "  ".join(parts)
 
     def _evaluation_line(self, step: int, values: Mapping[str, float]) -> str:
-        shown = "  ".join(f"{name} {format_number(value)}" for name, value in values.items() if value is not None)
-        return f"eval at step {step}  {shown}"
+        shown = shown_evaluation(values) or values
+        short = {name: _SHORT.get(name[5:], name[5:]) for name in shown}
+        return f"eval at step {step}  " + "  ".join(f"{short[name]} {format_number(value)}" for name, value in shown.items())
 
     def _remaining(self) -> float:
         done = self._step - self._first
@@ -201,7 +228,7 @@ def print_summary(result: Any, stream: TextIO | None = None) -> None:
     for name in SHOWN:
         if name in result.metrics:
             table.add_row(name, format_number(result.metrics[name]))
-    for name, value in getattr(result, "evaluation", {}).items():
+    for name, value in shown_evaluation(result.evaluation).items():
         table.add_row(name, format_number(value))
     table.add_row("model", str(result.final_model))
     report = Path(result.output_dir) / "report.html"

@@ -25,6 +25,11 @@ class Series:
     def last(self) -> float | None:
         return next((value for _, value in reversed(self.points) if value is not None), None)
 
+    @property
+    def constant(self) -> bool:
+        """Whether it never changed, over two points or more."""
+        return len(self.points) > 1 and len({value for _, value in self.points}) == 1
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -6,13 +6,15 @@ import math
 from datetime import datetime
 from html import escape
 
-from surogate_rl.console import SHOWN, format_number, format_seconds
+from surogate_rl.console import SHOWN, evaluation_rank, format_number, format_seconds
 from surogate_rl.report.charts import is_noisy, line_chart
 from surogate_rl.report.data import Rollout, RolloutStep, Run, Series
 from surogate_rl.report.style import CSS, SCRIPT
 
 # Lower bounds of the probability for each colour, from plain to hot.
 SHADES = (0.9, 0.6, 0.3, 0.1, 0.01)
+
+_NOISY = "Noisy curves: thin as logged, strong as a running mean over a twentieth of them."
 
 
 def shade(logp: float) -> int:
@@ -23,13 +25,15 @@ def shade(logp: float) -> int:
 
 def render(run: Run) -> str:
     """A self-contained page: light and dark, no request to anywhere."""
-    training, evaluation = _split(run.series)
+    evaluation, training, further = _split(run.series)
     body = [_head(run), _tiles(training, evaluation)]
     if evaluation:
         body.append(_charts("Evaluation", evaluation))
-    body.append(_charts("Training", training, note="Noisy curves: thin as logged, strong as a running mean over a twentieth of them."))
+    body.append(_charts("Training", training, note=_NOISY))
     if run.rollouts:
         body.append(_rollouts(run))
+    if further:
+        body.append(_further(further))
     if run.notes:
         body.append("<h2>Notes</h2>" + "".join(f"<p>{escape(note)}</p>" for note in run.notes))
     if run.config:
@@ -42,12 +46,39 @@ def render(run: Run) -> str:
     )
 
 
-def _split(series: list[Series]) -> tuple[list[Series], list[Series]]:
-    """Training and evaluation, what matters most first."""
-    order = {name: index for index, name in enumerate(SHOWN)}
-    ranked = sorted(series, key=lambda item: (order.get(item.name, len(order)), item.name))
-    evaluation = [item for item in ranked if item.name.startswith(("eval_", "eval/"))]
-    return [item for item in ranked if item not in evaluation], evaluation
+def _split(series: list[Series]) -> tuple[list[Series], list[Series], list[Series]]:
+    """Evaluation and training, what matters most first, and the rest."""
+    evaluation: list[tuple[int, Series]] = []
+    training: list[tuple[int, Series]] = []
+    further: list[Series] = []
+    for item in sorted(series, key=lambda item: item.name):
+        is_evaluation = item.name.startswith(("eval_", "eval/"))
+        rank = evaluation_rank(item.name) if is_evaluation else SHOWN.index(item.name) if item.name in SHOWN else None
+        if rank is None and _is_reward(item.name):
+            rank = len(SHOWN)
+        if rank is None:
+            further.append(item)
+        else:
+            (evaluation if is_evaluation else training).append((rank, item))
+    ranked = [[item for _, item in sorted(group, key=lambda pair: pair[0])] for group in (evaluation, training)]
+    if not ranked[1]:
+        # A run of other names: everything is worth a look.
+        return ranked[0], further, []
+    return ranked[0], ranked[1], further
+
+
+def _is_reward(name: str) -> bool:
+    """The mean of one reward function."""
+    return name.removeprefix("eval_").startswith("rewards/") and name.endswith("/mean")
+
+
+def _further(series: list[Series]) -> str:
+    constant = [item for item in series if item.constant]
+    changing = [item for item in series if not item.constant]
+    charts = f'<div class="charts">{"".join(line_chart(item.name, item.points) for item in changing)}</div>' if changing else ""
+    values = ", ".join(f"{escape(item.name)} {'null' if item.last is None else format_number(item.last)}" for item in constant)
+    line = f'<p class="soft">Constant: {values}</p>' if constant else ""
+    return f"<h2>Further metrics</h2><details><summary>{len(series)} more</summary>{line}{charts}</details>"
 
 
 def _head(run: Run) -> str:
@@ -59,7 +90,7 @@ def _head(run: Run) -> str:
 
 
 def _tiles(training: list[Series], evaluation: list[Series]) -> str:
-    wanted = [item for item in training if item.name in SHOWN[:8]] + evaluation[:6]
+    wanted = [item for item in training if item.name in SHOWN[:8]] + evaluation[:4]
     tiles = [(item.name, item.last) for item in wanted]
     cells = "".join(
         f'<div class="tile"><b>{format_number(last)}</b><span>{escape(name)}</span></div>' for name, last in tiles if last is not None

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from surogate_rl.checkpoint import CheckpointStore
 from surogate_rl.models import save_adapter, save_model
+from surogate_rl.report import write_report
 from surogate_rl.tracking import Tracker
 from surogate_rl.trainers.session import FINAL, Session
 
@@ -121,7 +122,16 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
         session.progress.stop()
         tracker.close()
         algorithm.close()
+    _report(session)
     return RunResult(session.output_dir, total, final, logged, history, evaluation)
+
+
+def _report(session: Session) -> None:
+    """A page about the run; the run is done and does not fail for it."""
+    try:
+        write_report(session.output_dir)
+    except Exception as error:
+        session.progress.note(f"report.html was not written ({error}); 'surogate-rl report {session.output_dir}' tries again")
 
 
 class _Window:

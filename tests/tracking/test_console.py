@@ -53,9 +53,9 @@ def test_plain_lines() -> None:
         progress.update(300, {"loss": float("nan"), "eval_reward": 0.75})
     lines = stream.getvalue().splitlines()
     assert lines[0] == "rows.jsonl: 10 rows [kept 9]"
-    assert lines[1] == "eval at step 0  eval_reward 0.25"
+    assert lines[1] == "eval at step 0  reward 0.25"
     assert re.fullmatch(r"step   1/300  loss -0\.01  reward 0\.5  lr 1\.00e-06  850 tok/s  eta \d+:\d\d", lines[2])
-    assert lines[3:] == ["step 300/300  loss nan", "eval at step 300  eval_reward 0.75"]
+    assert lines[3:] == ["step 300/300  loss nan", "eval at step 300  reward 0.75"]
     assert "\x1b" not in stream.getvalue()
 
 
@@ -113,7 +113,7 @@ def test_live_on_a_terminal() -> None:
     last = text[text.rindex("4/4") :]
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "a note" in plain
-    assert "eval at step 4  eval_loss 0.125" in plain
+    assert "eval at step 4  loss 0.125" in plain
     assert "100 tok/s" in last
     assert "loss 0.25" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last)
 
