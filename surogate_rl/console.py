@@ -132,7 +132,6 @@ class Progress:
         if self._live is not None:
             if evaluation:
                 self.note(self._evaluation_line(step, evaluation))
-            self._safely(self._live.refresh)
             return
         if training:
             self._print(self.line(step, training))

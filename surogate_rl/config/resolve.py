@@ -39,6 +39,8 @@ def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool 
     problems = [*_device_problems(config), *_training_problems(config), *_lora_problems(config), *_loss_type_problems(config, command)]
     if config.eval is not None:
         problems.extend(_eval_problems(config, config.eval))
+    if command != "sft" and not config.packing:
+        problems.append(Problem(f"packing: {command} always packs; remove this key", ("packing",)))
     if isinstance(config, GrpoConfig):
         problems.extend(_rollout_problems(config))
         problems.extend(_policy_loss_problems(config.loss))
@@ -251,8 +253,6 @@ def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]
             "split by memory alone; raise prompts_per_step instead and remove this key",
             ("gradient_accumulation_steps",),
         )
-    if not config.packing:
-        yield Problem("packing: grpo always packs; remove this key", ("packing",))
     if config.overlong == "truncate":
         yield Problem("overlong: grpo drops prompts that are too long, a cut prompt asks something else; remove this key", ("overlong",))
 
@@ -293,6 +293,8 @@ def find_idle_keys(config: TrainConfig) -> list[Problem]:
         idle(config, default, ("save_total_limit",), "save_steps is 0")
     if config.lr_scheduler_type == "constant":
         idle(config, default, ("warmup_ratio", "warmup_steps"), "lr_scheduler_type is constant; constant_with_warmup uses it")
+    if "wandb" not in config.report_to:
+        idle(config, default, ("run_name",), "report_to has no wandb")
     if config.eval is not None:
         _idle_eval(config, config.eval, idle)
     if isinstance(config, GrpoConfig) and config.loss.mismatch == "auto":

@@ -170,7 +170,9 @@ class TrainConfig(Section):
         default=2, description="sequences of sequence_len tokens in one micro-batch; with packing, tokens count"
     )
     gradient_accumulation_steps: PositiveInt = Field(default=1, description="micro-batches per optimiser step (sft, dpo)")
-    packing: bool = Field(default=True, description="lay several short sequences in one row (they never see each other)")
+    packing: bool = Field(
+        default=True, description="sft: lay several short rows end to end (they never see each other); dpo and grpo always do"
+    )
     overlong: Literal["filter", "truncate"] = Field(default="filter", description="what to do with rows longer than sequence_len")
     learning_rate: PositiveFloat = Field(default=2e-5, description="peak learning rate")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(

@@ -128,6 +128,7 @@ def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
             "split by memory alone; raise prompts_per_step instead and remove this key",
         ),
         ("grpo", {"packing": False}, "packing: grpo always packs; remove this key"),
+        ("dpo", {"packing": False}, "packing: dpo always packs; remove this key"),
         (
             "grpo",
             {"overlong": "truncate"},
@@ -203,6 +204,7 @@ def test_rewards_from_python_stand_for_the_key() -> None:
             {"eval": {**EVAL, "max_completion_length": 5}},
             ["eval.max_completion_length has no effect while eval has no rewards: the loss on its rows is measured"],
         ),
+        ("sft", {"run_name": "x"}, ["run_name has no effect while report_to has no wandb"]),
         ("grpo", {"eval": {**EVAL, "top_k": 5}}, ["eval.top_k has no effect while eval.temperature is 0"]),
         (
             "grpo",
