@@ -14,11 +14,11 @@ struct Segments {
     std::int64_t count = 0;
 };
 
-/// Where the keys and values of the sequences of one decode call lie: blocks of `block_size` positions of one layer's cache. How they lie within
-/// 16 rows is the back-end's own business; block_size is a multiple of 16, and blocks may be copied as a whole.
+/// Where the keys and values of the sequences of one decode call lie: blocks of `block_size` positions of one layer's cache. How they lie
+/// within 16 rows is the back-end's own business; block_size is a multiple of 16, and blocks may be copied as a whole.
 struct PagedCache {
-    Tensor keys;                               // [blocks * block_size, K * D]
-    Tensor values;                             // [blocks * block_size, K * D]
+    Tensor keys;    // [blocks * block_size, K * D]
+    Tensor values;  // [blocks * block_size, K * D]
     std::int64_t block_size = 0;
     const std::int32_t* block_tables = nullptr;  // [sequences, max_blocks], host
     std::int64_t max_blocks = 0;
@@ -33,17 +33,17 @@ struct AttentionShape {
 
 /// How one row of logits becomes a token. Filters apply in this order: temperature, top_k, top_p (of what top_k left), min_p.
 struct SampleRow {
-    float temperature;  // 0: the most probable token, the lowest id of equal ones
-    float top_p;        // in (0, 1]
-    float min_p;        // in [0, 1], relative to the most probable token
+    float temperature;   // 0: the most probable token, the lowest id of equal ones
+    float top_p;         // in (0, 1]
+    float min_p;         // in [0, 1], relative to the most probable token
     std::int32_t top_k;  // 0: off
     double uniform;      // in (0, 1); the token is the inverse of the cumulative distribution there
 };
 
 struct AdamWOptions {
     float learning_rate, beta1, beta2, epsilon, weight_decay;
-    std::int64_t step;        // from 1, for the bias correction
-    float gradient_scale;     // clipping, multiplied in on the fly
+    std::int64_t step;     // from 1, for the bias correction
+    float gradient_scale;  // clipping, multiplied in on the fly
 };
 
 /// The whole vocabulary of operations; the only thing that knows a device. T tokens, H heads, K kv-heads, D head size, C hidden, F ffn,
@@ -56,8 +56,8 @@ class Backend {
     virtual Device device() const = 0;
     virtual void* allocate(std::size_t bytes) = 0;  // aligned to 64 bytes, zeroed
     virtual void release(void* data) noexcept = 0;
-    virtual void upload(const Tensor& out, const void* host) = 0;    // dense host rows into a view
-    virtual void download(void* host, const Tensor& in) = 0;         // a view into dense host rows
+    virtual void upload(const Tensor& out, const void* host) = 0;  // dense host rows into a view
+    virtual void download(void* host, const Tensor& in) = 0;       // a view into dense host rows
     virtual void copy(const Tensor& out, const Tensor& in) = 0;
     virtual void fill(const Tensor& out, float value) = 0;
 
@@ -86,15 +86,17 @@ class Backend {
 
     // Rotation of q and k in place in qkv [T, (H+2K)*D], after an optional RMSNorm of each head (weights [D], empty: none).
     // `raw_qk` [T, (H+K)*D] and `rstd` [T, H+K] keep what backward needs of the norm (empty without one). cos, sin [positions, D/2].
-    virtual void qk_norm_rope_forward(const Tensor& qkv, const Tensor& raw_qk, const Tensor& rstd, const Tensor& q_weight, const Tensor& k_weight,
-                                      const Tensor& cos, const Tensor& sin, const Tensor& positions, const AttentionShape& shape, float eps) = 0;
+    virtual void qk_norm_rope_forward(const Tensor& qkv, const Tensor& raw_qk, const Tensor& rstd, const Tensor& q_weight,
+                                      const Tensor& k_weight, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                                      const AttentionShape& shape, float eps) = 0;
     /// dqkv is turned in place from the gradient after to the one before; dq_weight, dk_weight [D] += (may be empty)
-    virtual void qk_norm_rope_backward(const Tensor& dqkv, const Tensor& dq_weight, const Tensor& dk_weight, const Tensor& raw_qk, const Tensor& rstd,
-                                       const Tensor& q_weight, const Tensor& k_weight, const Tensor& cos, const Tensor& sin, const Tensor& positions,
-                                       const AttentionShape& shape) = 0;
+    virtual void qk_norm_rope_backward(const Tensor& dqkv, const Tensor& dq_weight, const Tensor& dk_weight, const Tensor& raw_qk,
+                                       const Tensor& rstd, const Tensor& q_weight, const Tensor& k_weight, const Tensor& cos,
+                                       const Tensor& sin, const Tensor& positions, const AttentionShape& shape) = 0;
 
     // Causal attention within segments. out [T, H*D], lse [T, H], qkv [T, (H+2K)*D].
-    virtual void attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const Segments& segments, const AttentionShape& shape) = 0;
+    virtual void attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const Segments& segments,
+                                   const AttentionShape& shape) = 0;
     virtual void attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
                                     const Segments& segments, const AttentionShape& shape) = 0;
 
@@ -110,8 +112,8 @@ class Backend {
     virtual void logprob_forward(const Tensor& logp, const Tensor& entropy, const Tensor& lse, const Tensor& logits, const Tensor& targets,
                                  float temperature, std::int64_t valid_vocab) = 0;
     /// logits are replaced by their gradient, given dlogp and dentropy (may be empty) [n]
-    virtual void logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets, const Tensor& dlogp,
-                                  const Tensor& dentropy, float temperature, std::int64_t valid_vocab) = 0;
+    virtual void logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets,
+                                  const Tensor& dlogp, const Tensor& dentropy, float temperature, std::int64_t valid_vocab) = 0;
 
     // Optimiser, over flat spans.
     virtual double sum_of_squares(const Tensor& x) = 0;
@@ -125,8 +127,8 @@ class Backend {
     /// out [n, H*D]; query row i belongs to sequence i
     virtual void paged_attention(const Tensor& out, const Tensor& qkv, const PagedCache& cache, const AttentionShape& shape) = 0;
 
-    /// tokens, logp [n], host; logits [n, V], of which the first `valid_vocab` count. logp is at the row's temperature (1 where that is 0) and
-    /// before the filters. A row with a logit that is not finite gives the token -1.
+    /// tokens, logp [n], host; logits [n, V], of which the first `valid_vocab` count. logp is at the row's temperature (1 where that is 0)
+    /// and before the filters. A row with a logit that is not finite gives the token -1.
     virtual void sample(std::int32_t* tokens, float* logp, const Tensor& logits, const SampleRow* rows, std::int64_t valid_vocab) = 0;
 
     virtual void synchronize() = 0;

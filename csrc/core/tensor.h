@@ -12,9 +12,7 @@ namespace surogate {
 
 enum class DType : std::uint8_t { Float32, BFloat16, Int32 };
 
-constexpr std::size_t size_of(DType dtype) {
-    return dtype == DType::BFloat16 ? 2 : 4;
-}
+constexpr std::size_t size_of(DType dtype) { return dtype == DType::BFloat16 ? 2 : 4; }
 
 constexpr const char* name_of(DType dtype) {
     switch (dtype) {

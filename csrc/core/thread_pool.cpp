@@ -12,9 +12,9 @@ namespace surogate {
 
 namespace {
 
-constexpr std::uint64_t kInside = 0xFFFF;           // threads inside the job
-constexpr std::uint64_t kOpen = 0x10000;            // the job may be joined
-constexpr std::uint64_t kEpoch = 0x20000;           // one step of the job's number
+constexpr std::uint64_t kInside = 0xFFFF;  // threads inside the job
+constexpr std::uint64_t kOpen = 0x10000;   // the job may be joined
+constexpr std::uint64_t kEpoch = 0x20000;  // one step of the job's number
 constexpr std::uint64_t kEpochMask = ~(kEpoch - 1);
 constexpr int kSpins = 400;   // some ten microseconds: as long as it takes to get from one operation to the next
 constexpr int kYields = 100;  // then others may have the core

@@ -13,8 +13,8 @@
 
 namespace surogate {
 
-/// Threads that share out the indices of a loop. The caller takes part, and a thread that is not scheduled in time is not waited for, so that
-/// a pool on a busy machine is never slower than the caller alone. Idle threads spin shortly, then yield, then sleep.
+/// Threads that share out the indices of a loop. The caller takes part, and a thread that is not scheduled in time is not waited for, so
+/// that a pool on a busy machine is never slower than the caller alone. Idle threads spin shortly, then yield, then sleep.
 class ThreadPool {
    public:
     /// `threads` includes the caller; 0: one per core that this process may run on.

@@ -39,22 +39,22 @@ template <typename... Parts>
 
 }  // namespace surogate::testing
 
-#define TEST(name)                                                                                \
-    static void test_##name();                                                                    \
-    static const ::surogate::testing::Register register_##name(__FILE__, #name, &test_##name);    \
+#define TEST(name)                                                                             \
+    static void test_##name();                                                                 \
+    static const ::surogate::testing::Register register_##name(__FILE__, #name, &test_##name); \
     static void test_##name()
 
-#define CHECK(condition)                                                                          \
-    do {                                                                                          \
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
         if (!(condition)) ::surogate::testing::report(__FILE__, __LINE__, "failed: ", #condition); \
     } while (false)
 
-#define CHECK_EQ(got, expected)                                                                                                   \
-    do {                                                                                                                          \
-        const auto got_value = (got);                                                                                             \
-        const auto expected_value = (expected);                                                                                   \
-        if (!(got_value == expected_value))                                                                                       \
-            ::surogate::testing::report(__FILE__, __LINE__, #got, ": expected ", expected_value, ", got ", got_value);            \
+#define CHECK_EQ(got, expected)                                                                                        \
+    do {                                                                                                               \
+        const auto got_value = (got);                                                                                  \
+        const auto expected_value = (expected);                                                                        \
+        if (!(got_value == expected_value))                                                                            \
+            ::surogate::testing::report(__FILE__, __LINE__, #got, ": expected ", expected_value, ", got ", got_value); \
     } while (false)
 
 #define CHECK_NEAR(got, expected, tolerance)                                                                                      \
@@ -67,18 +67,18 @@ template <typename... Parts>
     } while (false)
 
 /// The statement must throw a std::exception with `part` in its message.
-#define CHECK_THROWS(statement, part)                                                                                              \
-    do {                                                                                                                           \
-        std::string message_of_throw;                                                                                              \
-        bool thrown = false;                                                                                                       \
-        try {                                                                                                                      \
-            statement;                                                                                                             \
-        } catch (const std::exception& error) {                                                                                    \
-            thrown = true;                                                                                                         \
-            message_of_throw = error.what();                                                                                       \
-        }                                                                                                                          \
-        if (!thrown) ::surogate::testing::report(__FILE__, __LINE__, #statement, ": expected an exception, got none");             \
-        if (message_of_throw.find(part) == std::string::npos)                                                                      \
-            ::surogate::testing::report(__FILE__, __LINE__, #statement, ": expected a message with \"", part, "\", got \"",         \
-                                        message_of_throw, "\"");                                                                   \
+#define CHECK_THROWS(statement, part)                                                                                       \
+    do {                                                                                                                    \
+        std::string message_of_throw;                                                                                       \
+        bool thrown = false;                                                                                                \
+        try {                                                                                                               \
+            statement;                                                                                                      \
+        } catch (const std::exception& error) {                                                                             \
+            thrown = true;                                                                                                  \
+            message_of_throw = error.what();                                                                                \
+        }                                                                                                                   \
+        if (!thrown) ::surogate::testing::report(__FILE__, __LINE__, #statement, ": expected an exception, got none");      \
+        if (message_of_throw.find(part) == std::string::npos)                                                               \
+            ::surogate::testing::report(__FILE__, __LINE__, #statement, ": expected a message with \"", part, "\", got \"", \
+                                        message_of_throw, "\"");                                                            \
     } while (false)

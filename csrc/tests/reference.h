@@ -22,7 +22,8 @@ class Data {
         : rows_(rows), columns_(columns), stride_(columns + pad), values_(static_cast<std::size_t>(rows * stride_), kGuard) {
         fill([](std::int64_t, std::int64_t) { return 0.0; });
     }
-    static Data random(std::int64_t rows, std::int64_t columns, std::uint64_t seed, double scale = 1.0, double shift = 0.0, std::int64_t pad = 3) {
+    static Data random(std::int64_t rows, std::int64_t columns, std::uint64_t seed, double scale = 1.0, double shift = 0.0,
+                       std::int64_t pad = 3) {
         Data data(rows, columns, pad);
         const Philox draw(seed, 7);
         data.fill([&](std::int64_t r, std::int64_t c) { return shift + scale * draw.normal(static_cast<std::uint64_t>(r * columns + c)); });
@@ -154,8 +155,6 @@ inline void check_any_thread_count(const std::function<std::vector<Data>(CpuBack
     }
 }
 
-inline Tensor ids_of(std::vector<std::int32_t>& ids) {
-    return vector(ids.data(), static_cast<std::int64_t>(ids.size()), DType::Int32);
-}
+inline Tensor ids_of(std::vector<std::int32_t>& ids) { return vector(ids.data(), static_cast<std::int64_t>(ids.size()), DType::Int32); }
 
 }  // namespace surogate::testing

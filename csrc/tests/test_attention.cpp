@@ -89,12 +89,16 @@ Exact naive_backward(const Case& c, const Exact& qkv, const Exact& dout) {
 
 // Single tokens, empty segments, grouped heads, windows of one, below, at and above block sizes.
 const Case kSmall[] = {
-    {{0, 1}, 1, 1, 4, 0},         {{0, 1, 3, 3, 8}, 2, 1, 3, 0}, {{0, 11, 12}, 4, 2, 5, 0},
-    {{0, 13}, 3, 3, 4, 1},        {{0, 6, 15}, 6, 2, 3, 4},      {{0, 9}, 2, 2, 8, 100},
+    {{0, 1}, 1, 1, 4, 0},  {{0, 1, 3, 3, 8}, 2, 1, 3, 0}, {{0, 11, 12}, 4, 2, 5, 0},
+    {{0, 13}, 3, 3, 4, 1}, {{0, 6, 15}, 6, 2, 3, 4},      {{0, 9}, 2, 2, 8, 100},
 };
 const Case kLarge[] = {
-    {{0, 5, 300, 301, 420}, 9, 3, 64, 0}, {{0, 600}, 4, 1, 16, 0},    {{0, 530, 700}, 2, 2, 24, 40},
-    {{0, 1100}, 2, 1, 8, 300},            {{0, 700}, 16, 1, 8, 513}, {{0, 1300}, 1, 1, 8, 0},
+    {{0, 5, 300, 301, 420}, 9, 3, 64, 0},
+    {{0, 600}, 4, 1, 16, 0},
+    {{0, 530, 700}, 2, 2, 24, 40},
+    {{0, 1100}, 2, 1, 8, 300},
+    {{0, 700}, 16, 1, 8, 513},
+    {{0, 1300}, 1, 1, 8, 0},
 };
 
 struct Results {
@@ -136,7 +140,8 @@ TEST(attention_large) {
 TEST(attention_reference_gradient_is_that_of_differences) {
     const Case& c = kSmall[4];
     const Exact qkv(Data::random(c.tokens(), c.columns(), 1)), dout(Data::random(c.tokens(), c.heads * c.size, 2));
-    const Exact analytic = naive_backward(c, qkv, dout), numeric = numeric_gradient(qkv, dout, [&](const Exact& at) { return naive(c, at); });
+    const Exact analytic = naive_backward(c, qkv, dout),
+                numeric = numeric_gradient(qkv, dout, [&](const Exact& at) { return naive(c, at); });
     for (std::int64_t r = 0; r < qkv.rows(); ++r) {
         for (std::int64_t i = 0; i < qkv.columns(); ++i) CHECK_NEAR(analytic(r, i), numeric(r, i), 1e-7);
     }
@@ -193,7 +198,8 @@ TEST(attention_takes_empty_inputs_and_refuses_bad_arguments) {
     AttentionShape shape{2, 1, 4, 1.0f, 0};
     const std::vector<std::int32_t> short_bounds = {0, 4}, backwards = {0, 4, 3, 5}, late = {1, 5};
     const auto forward = [&](const std::vector<std::int32_t>& bounds) {
-        backend().attention_forward(out.tensor(), lse.tensor(), qkv.tensor(), {bounds.data(), static_cast<std::int64_t>(bounds.size()) - 1}, shape);
+        backend().attention_forward(out.tensor(), lse.tensor(), qkv.tensor(), {bounds.data(), static_cast<std::int64_t>(bounds.size()) - 1},
+                                    shape);
     };
     CHECK_THROWS(forward(short_bounds), "cu_seqlens: expected 5, got 4");
     CHECK_THROWS(forward(backwards), "cu_seqlens[2]");

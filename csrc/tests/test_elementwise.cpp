@@ -69,7 +69,8 @@ TEST(embedding) {
 TEST(embedding_refuses_bad_ids) {
     Data table(5, 3), out(2, 3);
     std::vector<std::int32_t> ids = {4, 5};
-    CHECK_THROWS(backend().embedding_forward(out.tensor(), table.tensor(), ids_of(ids)), "embedding_forward: ids[1]: expected 0 to 4, got 5");
+    CHECK_THROWS(backend().embedding_forward(out.tensor(), table.tensor(), ids_of(ids)),
+                 "embedding_forward: ids[1]: expected 0 to 4, got 5");
     ids[1] = -1;
     CHECK_THROWS(backend().embedding_backward(table.tensor(), out.tensor(), ids_of(ids)), "embedding_backward: ids[1]");
 }
@@ -169,7 +170,8 @@ TEST(adamw) {
                 ev(0, i) = b2 * ev(0, i) + (1.0 - b2) * gradient * gradient;
                 const double m_hat = em(0, i) / (1.0 - std::pow(b1, static_cast<double>(step)));
                 const double v_hat = ev(0, i) / (1.0 - std::pow(b2, static_cast<double>(step)));
-                ew(0, i) -= lr * (m_hat / (std::sqrt(v_hat) + static_cast<double>(o.epsilon)) + static_cast<double>(o.weight_decay) * ew(0, i));
+                ew(0, i) -=
+                    lr * (m_hat / (std::sqrt(v_hat) + static_cast<double>(o.epsilon)) + static_cast<double>(o.weight_decay) * ew(0, i));
             }
             check_close("w", w, ew, 1e-6);
             check_close("m", m, em, 1e-6);
@@ -177,8 +179,10 @@ TEST(adamw) {
         }
     }
     Data w(1, 4, 0), short_v(1, 3, 0);
-    CHECK_THROWS(backend().adamw(w.tensor(), w.tensor(), short_v.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 1, 1.0f}), "adamw: v");
-    CHECK_THROWS(backend().adamw(w.tensor(), w.tensor(), w.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 0, 1.0f}), "adamw: step");
+    CHECK_THROWS(backend().adamw(w.tensor(), w.tensor(), short_v.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 1, 1.0f}),
+                 "adamw: v");
+    CHECK_THROWS(backend().adamw(w.tensor(), w.tensor(), w.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 0, 1.0f}),
+                 "adamw: step");
 }
 
 TEST(elementwise_bits_do_not_depend_on_threads) {

@@ -104,7 +104,8 @@ TEST(sets_agree_on_rows_of_all_lengths) {
             const auto close = [&](const char* what, const Data& a, const Data& b) { check_close(what, a, Exact(b), 1e-6); };
             Data x = Data::random(1, n, 1), w = Data::random(1, n, 2), d = Data::random(1, n, 3), a(1, n), b(1, n), aw(1, n), bw(1, n);
             const float rstd = k.rmsnorm(a.tensor().f32(), nullptr, x.tensor().f32(), nullptr, w.tensor().f32(), n, 1e-6f);
-            CHECK_NEAR(rstd, reference.rmsnorm(b.tensor().f32(), nullptr, x.tensor().f32(), nullptr, w.tensor().f32(), n, 1e-6f), 1e-6 * static_cast<double>(rstd));
+            CHECK_NEAR(rstd, reference.rmsnorm(b.tensor().f32(), nullptr, x.tensor().f32(), nullptr, w.tensor().f32(), n, 1e-6f),
+                       1e-6 * static_cast<double>(rstd));
             close("rmsnorm", a, b);
             k.rmsnorm_backward(a.tensor().f32(), aw.tensor().f32(), d.tensor().f32(), x.tensor().f32(), w.tensor().f32(), rstd, n);
             reference.rmsnorm_backward(b.tensor().f32(), bw.tensor().f32(), d.tensor().f32(), x.tensor().f32(), w.tensor().f32(), rstd, n);

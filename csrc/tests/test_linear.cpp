@@ -97,8 +97,8 @@ TEST(bias_backward) {
 
 TEST(linear_bits_do_not_depend_on_threads) {
     check_any_thread_count([](CpuBackend& cpu) {
-        Data x = Data::random(1111, 77, 1), w = Data::random(905, 77, 2), bias = Data::dense(1, 905, 3), y(1111, 905), dx(1111, 77), dw(905, 77),
-             db(1, 905);
+        Data x = Data::random(1111, 77, 1), w = Data::random(905, 77, 2), bias = Data::dense(1, 905, 3), y(1111, 905), dx(1111, 77),
+             dw(905, 77), db(1, 905);
         cpu.linear_forward(y.tensor(), x.tensor(), w.tensor(), bias.tensor(), 1.0f, 0.0f);
         cpu.linear_backward_input(dx.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f);
         cpu.linear_backward_weight(dw.tensor(), y.tensor(), x.tensor(), 1.0f);
@@ -128,7 +128,8 @@ TEST(linear_refuses_wrong_shapes) {
 }
 
 TEST(pieces_cover_the_output_once) {
-    for (const auto& [m, n] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {1, 5000}, {5000, 1}, {17, 1000}, {1000, 17}, {2048, 3072}, {513, 385}}) {
+    for (const auto& [m, n] :
+         {std::pair<std::int64_t, std::int64_t>{1, 1}, {1, 5000}, {5000, 1}, {17, 1000}, {1000, 17}, {2048, 3072}, {513, 385}}) {
         const Pieces pieces(m, n);
         std::vector<int> covered(static_cast<std::size_t>(m * n));
         for (std::int64_t index = 0; index < pieces.count(); ++index) {
@@ -141,6 +142,4 @@ TEST(pieces_cover_the_output_once) {
     }
 }
 
-TEST(blas_is_named) {
-    CHECK(!blas_name().empty());
-}
+TEST(blas_is_named) { CHECK(!blas_name().empty()); }

@@ -12,7 +12,8 @@ struct Case {
 const Case kCases[] = {{1, 1, 0, 1.0}, {3, 7, 0, 1.0}, {5, 33, 30, 0.7}, {4, 100, 1, 1.0}, {7, 257, 250, 1.5}, {2, 9000, 8999, 0.9}};
 
 struct Inputs {
-    explicit Inputs(const Case& c, double scale = 3.0) : logits(Data::random(c.rows, c.vocab, 1, scale)), valid(c.valid == 0 ? c.vocab : c.valid) {
+    explicit Inputs(const Case& c, double scale = 3.0)
+        : logits(Data::random(c.rows, c.vocab, 1, scale)), valid(c.valid == 0 ? c.vocab : c.valid) {
         for (std::int64_t r = 0; r < c.rows; ++r) targets.push_back(static_cast<std::int32_t>((r * 31 + 3) % valid));
     }
     Data logits;
@@ -78,7 +79,8 @@ TEST(logprob_backward) {
                 seed(r, 1) = with_entropy ? static_cast<double>(dentropy(0, r)) : 0.0;
             }
             const float temperature = static_cast<float>(c.temperature);
-            backend().logprob_forward(s.logp.tensor(), s.entropy.tensor(), s.lse.tensor(), in.logits.tensor(), ids_of(in.targets), temperature, c.valid);
+            backend().logprob_forward(s.logp.tensor(), s.entropy.tensor(), s.lse.tensor(), in.logits.tensor(), ids_of(in.targets),
+                                      temperature, c.valid);
             backend().logprob_backward(in.logits.tensor(), s.lse.tensor(), s.entropy.tensor(), ids_of(in.targets), dlogp.tensor(),
                                        with_entropy ? dentropy.tensor() : Tensor{}, temperature, c.valid);
             if (in.valid == 1) {
@@ -152,7 +154,8 @@ TEST(logprob_bits_do_not_depend_on_threads) {
         Stats s(c.rows);
         Data dlogp = Data::dense(1, c.rows, 5), dentropy = Data::dense(1, c.rows, 6);
         cpu.logprob_forward(s.logp.tensor(), s.entropy.tensor(), s.lse.tensor(), in.logits.tensor(), ids_of(in.targets), 0.8f, 5000);
-        cpu.logprob_backward(in.logits.tensor(), s.lse.tensor(), s.entropy.tensor(), ids_of(in.targets), dlogp.tensor(), dentropy.tensor(), 0.8f, 5000);
+        cpu.logprob_backward(in.logits.tensor(), s.lse.tensor(), s.entropy.tensor(), ids_of(in.targets), dlogp.tensor(), dentropy.tensor(),
+                             0.8f, 5000);
         return std::vector<Data>{s.logp, s.entropy, s.lse, in.logits};
     });
 }

@@ -38,7 +38,8 @@ TEST(rmsnorm_forward) {
 
 TEST(add_rmsnorm_forward) {
     for (const auto& [t, c] : kSizes) {
-        Data x = Data::random(t, c, 1), residual = Data::random(t, c, 2), weight = Data::dense(1, c, 3, 0.2, 1.0), y(t, c), sum(t, c), rstd(1, t, 0);
+        Data x = Data::random(t, c, 1), residual = Data::random(t, c, 2), weight = Data::dense(1, c, 3, 0.2, 1.0), y(t, c), sum(t, c),
+             rstd(1, t, 0);
         const Exact total = plus(Exact(x), residual);
         backend().add_rmsnorm_forward(sum.tensor(), y.tensor(), rstd.tensor(), x.tensor(), residual.tensor(), weight.tensor(),
                                       static_cast<float>(kEps));
@@ -94,5 +95,6 @@ TEST(rmsnorm_takes_empty_inputs_and_refuses_wrong_shapes) {
     CHECK_THROWS(backend().rmsnorm_forward(x.tensor(), rstd.tensor(), x.tensor(), weight.tensor(), 1e-6f), "rmsnorm_forward: rstd");
     CHECK_THROWS(backend().add_rmsnorm_forward(x.tensor(), x.tensor(), three.tensor(), x.tensor(), narrow.tensor(), weight.tensor(), 1e-6f),
                  "add_rmsnorm_forward: residual");
-    CHECK_THROWS(backend().rmsnorm_backward(narrow.tensor(), {}, x.tensor(), x.tensor(), weight.tensor(), three.tensor()), "rmsnorm_backward: dx");
+    CHECK_THROWS(backend().rmsnorm_backward(narrow.tensor(), {}, x.tensor(), x.tensor(), weight.tensor(), three.tensor()),
+                 "rmsnorm_backward: dx");
 }

@@ -11,7 +11,8 @@ struct Case {
     std::int64_t tokens, heads, kv_heads, size;
     bool normed;
 };
-const Case kCases[] = {{1, 1, 1, 2, false}, {5, 4, 2, 6, false}, {9, 3, 1, 64, false}, {5, 4, 2, 6, true}, {19, 2, 2, 34, true}, {40, 2, 1, 16, true}};
+const Case kCases[] = {{1, 1, 1, 2, false}, {5, 4, 2, 6, false},  {9, 3, 1, 64, false},
+                       {5, 4, 2, 6, true},  {19, 2, 2, 34, true}, {40, 2, 1, 16, true}};
 
 struct Inputs {
     explicit Inputs(const Case& c)
@@ -32,16 +33,17 @@ struct Inputs {
     }
     void forward(CpuBackend& cpu, bool normed) {
         if (normed) {
-            cpu.qk_norm_rope_forward(qkv.tensor(), raw.tensor(), rstd.tensor(), q_weight.tensor(), k_weight.tensor(), cos.tensor(), sin.tensor(),
-                                     ids_of(positions), shape, static_cast<float>(kEps));
+            cpu.qk_norm_rope_forward(qkv.tensor(), raw.tensor(), rstd.tensor(), q_weight.tensor(), k_weight.tensor(), cos.tensor(),
+                                     sin.tensor(), ids_of(positions), shape, static_cast<float>(kEps));
         } else {
-            cpu.qk_norm_rope_forward(qkv.tensor(), {}, {}, {}, {}, cos.tensor(), sin.tensor(), ids_of(positions), shape, static_cast<float>(kEps));
+            cpu.qk_norm_rope_forward(qkv.tensor(), {}, {}, {}, {}, cos.tensor(), sin.tensor(), ids_of(positions), shape,
+                                     static_cast<float>(kEps));
         }
     }
     void backward(CpuBackend& cpu, Data& dqkv, const Tensor& dq_weight, const Tensor& dk_weight, bool normed) {
         if (normed) {
-            cpu.qk_norm_rope_backward(dqkv.tensor(), dq_weight, dk_weight, raw.tensor(), rstd.tensor(), q_weight.tensor(), k_weight.tensor(),
-                                      cos.tensor(), sin.tensor(), ids_of(positions), shape);
+            cpu.qk_norm_rope_backward(dqkv.tensor(), dq_weight, dk_weight, raw.tensor(), rstd.tensor(), q_weight.tensor(),
+                                      k_weight.tensor(), cos.tensor(), sin.tensor(), ids_of(positions), shape);
         } else {
             cpu.qk_norm_rope_backward(dqkv.tensor(), {}, {}, {}, {}, {}, {}, cos.tensor(), sin.tensor(), ids_of(positions), shape);
         }
@@ -96,7 +98,8 @@ TEST(qk_norm_rope_backward) {
         Inputs in(c);
         const Exact before(in.qkv), q_weight(in.q_weight), k_weight(in.k_weight);
         in.forward(backend(), c.normed);
-        Data dqkv = Data::random(c.tokens, in.qkv.columns(), 9), dq_weight = Data::dense(1, c.size, 10), dk_weight = Data::dense(1, c.size, 11);
+        Data dqkv = Data::random(c.tokens, in.qkv.columns(), 9), dq_weight = Data::dense(1, c.size, 10),
+             dk_weight = Data::dense(1, c.size, 11);
         const Data dq_before = dq_weight, dk_before = dk_weight;
         const Exact seed(dqkv);
         in.backward(backend(), dqkv, dq_weight.tensor(), dk_weight.tensor(), c.normed);

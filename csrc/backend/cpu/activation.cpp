@@ -25,7 +25,8 @@ void CpuBackend::swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const
     const std::int64_t width = dy.columns;
     pool_.parallel_ranges(dy.rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t t = begin; t < end; ++t) {
-            kernels_.swiglu_backward(row(dgate_up, t), row(dgate_up, t) + width, row(dy, t), row(gate_up, t), row(gate_up, t) + width, width);
+            kernels_.swiglu_backward(row(dgate_up, t), row(dgate_up, t) + width, row(dy, t), row(gate_up, t), row(gate_up, t) + width,
+                                     width);
         }
     });
 }

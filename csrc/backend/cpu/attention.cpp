@@ -8,9 +8,9 @@
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/gemm.h"
 
-// Forward is blocked attention with a running softmax (Dao et al., "FlashAttention", 2022) over matrix products of the BLAS. A block holds the queries of
-// all heads that share one kv-head, stacked, so that its products are large even for small heads. Only blocks at or below the diagonal and
-// inside the window are computed.
+// Forward is blocked attention with a running softmax (Dao et al., "FlashAttention", 2022) over matrix products of the BLAS. A block holds
+// the queries of all heads that share one kv-head, stacked, so that its products are large even for small heads. Only blocks at or below
+// the diagonal and inside the window are computed.
 
 namespace surogate {
 
@@ -21,9 +21,7 @@ constexpr std::int64_t kScoreFloats = std::int64_t{1} << 20;  // of the scores t
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 /// Queries of one block: about 192 stacked rows.
-std::int64_t query_block(std::int64_t group) {
-    return std::clamp<std::int64_t>(192 / group / 16 * 16, 16, 128);
-}
+std::int64_t query_block(std::int64_t group) { return std::clamp<std::int64_t>(192 / group / 16 * 16, 16, 128); }
 
 struct KeyRange {
     std::int64_t begin, end;
@@ -80,10 +78,12 @@ struct Heads {
 };
 
 /// Copies `factor` times the columns of the group's heads, rows [row, row + count), into stacked rows: head by head.
-void stack(const Kernels& kernels, float* out, const Tensor& in, std::int64_t first_row, std::int64_t count, const Heads& heads, float factor) {
+void stack(const Kernels& kernels, float* out, const Tensor& in, std::int64_t first_row, std::int64_t count, const Heads& heads,
+           float factor) {
     for (std::int64_t g = 0; g < heads.group; ++g) {
         for (std::int64_t i = 0; i < count; ++i) {
-            kernels.scale(out + (g * count + i) * heads.size, row(in, first_row + i) + (heads.first_head + g) * heads.size, factor, heads.size);
+            kernels.scale(out + (g * count + i) * heads.size, row(in, first_row + i) + (heads.first_head + g) * heads.size, factor,
+                          heads.size);
         }
     }
 }
@@ -163,8 +163,9 @@ void CpuBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, cons
     check(op, "dout", dout, out.rows, out.columns);
     const std::int64_t block = query_block(shape.heads / shape.kv_heads), size = shape.head_dim;
 
-    // An item walks a range of query blocks and adds up dk and dv for all keys that they see. A long segment is cut into parts of about equal
-    // work that each add into memory of their own, but the last, which sees all keys that the others see, adds where the result belongs.
+    // An item walks a range of query blocks and adds up dk and dv for all keys that they see. A long segment is cut into parts of about
+    // equal work that each add into memory of their own, but the last, which sees all keys that the others see, adds where the result
+    // belongs.
     std::vector<Item> items;
     std::int64_t scratch = 0;
     for (std::int64_t s = 0; s < segments.count; ++s) {
@@ -176,7 +177,8 @@ void CpuBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, cons
             // Causal work grows with the square of the position, windowed work in proportion to it.
             const double share = static_cast<double>(part + 1) / static_cast<double>(parts);
             const bool windowed = shape.window > 0 && shape.window < length / 2;
-            const std::int64_t cut = static_cast<std::int64_t>(std::llround(static_cast<double>(blocks) * (windowed ? share : std::sqrt(share))));
+            const std::int64_t cut =
+                static_cast<std::int64_t>(std::llround(static_cast<double>(blocks) * (windowed ? share : std::sqrt(share))));
             const std::int64_t end = part + 1 == parts ? length : std::min(length, cut * block);
             if (end <= begin) continue;
             const std::int64_t first_key = keys_of(begin, shape.window).begin;
@@ -207,8 +209,8 @@ void CpuBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, cons
             std::fill_n(dvalues + (key - origin) * sum_stride, size, 0.0f);
         }
 
-        // All keys of a query are at hand at once: the sum over them of p * dp, taken from the very numbers that it is subtracted from, lets
-        // their rounding errors cancel, which out * dout (the same sum in exact numbers) would not.
+        // All keys of a query are at hand at once: the sum over them of p * dp, taken from the very numbers that it is subtracted from,
+        // lets their rounding errors cancel, which out * dout (the same sum in exact numbers) would not.
         const std::int64_t span = item.end - first_key;
         const std::int64_t step = std::min(block, std::max<std::int64_t>(16, kScoreFloats / (heads.group * span)));
         const std::int64_t most = heads.group * std::min(step, item.end - item.begin);

@@ -8,7 +8,8 @@
 namespace surogate {
 
 /// An argument must be a matrix of this shape, float32 unless said.
-inline void check(const char* op, const char* name, const Tensor& t, std::int64_t rows, std::int64_t columns, DType dtype = DType::Float32) {
+inline void check(const char* op, const char* name, const Tensor& t, std::int64_t rows, std::int64_t columns,
+                  DType dtype = DType::Float32) {
     require(t.rows == rows && t.columns == columns && t.dtype == dtype, op, name, Tensor{nullptr, dtype, rows, columns, columns, {}}, t);
     require(t.device.kind == Device::Kind::Cpu, op, name, "host memory", "another device's");
     require(t.data != nullptr || t.size() == 0, op, name, "data", "a null pointer");
@@ -30,8 +31,6 @@ inline void check_indices(const char* op, const char* name, const Tensor& t, std
     }
 }
 
-inline float* row(const Tensor& t, std::int64_t index) {
-    return t.f32() + index * t.stride;
-}
+inline float* row(const Tensor& t, std::int64_t index) { return t.f32() + index * t.stride; }
 
 }  // namespace surogate

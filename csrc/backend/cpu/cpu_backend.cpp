@@ -13,9 +13,7 @@ namespace {
 
 constexpr std::int64_t kSpanBytes = 1 << 18;  // what one thread takes of a copy at a time
 
-void check_any(const char* op, const char* name, const Tensor& t) {
-    check(op, name, t, t.rows, t.columns, t.dtype);
-}
+void check_any(const char* op, const char* name, const Tensor& t) { check(op, name, t, t.rows, t.columns, t.dtype); }
 
 /// Calls body(row, first column, columns) over all of [rows, columns] in spans of about kSpanBytes; dense matrices count as one long row.
 template <typename Body>
@@ -40,17 +38,11 @@ void over_spans(ThreadPool& pool, std::int64_t rows, std::int64_t columns, bool 
 
 }  // namespace
 
-CpuBackend::CpuBackend(const CpuOptions& options) : pool_(options.threads), kernels_(best_kernels()) {
-    use_one_blas_thread();
-}
+CpuBackend::CpuBackend(const CpuOptions& options) : pool_(options.threads), kernels_(best_kernels()) { use_one_blas_thread(); }
 
-void* CpuBackend::allocate(std::size_t bytes) {
-    return allocate_aligned(bytes);
-}
+void* CpuBackend::allocate(std::size_t bytes) { return allocate_aligned(bytes); }
 
-void CpuBackend::release(void* data) noexcept {
-    release_aligned(data);
-}
+void CpuBackend::release(void* data) noexcept { release_aligned(data); }
 
 void CpuBackend::upload(const Tensor& out, const void* host) {
     check_any("upload", "out", out);
@@ -68,10 +60,11 @@ void CpuBackend::copy(const Tensor& out, const Tensor& in) {
     check_any("copy", "in", in);
     check("copy", "out", out, in.rows, in.columns, in.dtype);
     const std::size_t item = size_of(in.dtype);
-    over_spans(pool_, in.rows, in.columns, in.contiguous() && out.contiguous(), [&](std::int64_t r, std::int64_t begin, std::int64_t count) {
-        std::memcpy(out.as<char>() + static_cast<std::size_t>(r * out.stride + begin) * item,
-                    in.as<char>() + static_cast<std::size_t>(r * in.stride + begin) * item, static_cast<std::size_t>(count) * item);
-    });
+    over_spans(
+        pool_, in.rows, in.columns, in.contiguous() && out.contiguous(), [&](std::int64_t r, std::int64_t begin, std::int64_t count) {
+            std::memcpy(out.as<char>() + static_cast<std::size_t>(r * out.stride + begin) * item,
+                        in.as<char>() + static_cast<std::size_t>(r * in.stride + begin) * item, static_cast<std::size_t>(count) * item);
+        });
 }
 
 void CpuBackend::fill(const Tensor& out, float value) {
@@ -81,8 +74,6 @@ void CpuBackend::fill(const Tensor& out, float value) {
     });
 }
 
-std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options) {
-    return std::make_unique<CpuBackend>(options);
-}
+std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options) { return std::make_unique<CpuBackend>(options); }
 
 }  // namespace surogate

@@ -7,7 +7,6 @@
 #include "backend/backend.h"
 #include "backend/cpu/kernels.h"
 #include "core/memory.h"
-#include "core/memory.h"
 #include "core/thread_pool.h"
 
 namespace surogate {

@@ -13,7 +13,7 @@ namespace {
 
 /// What one thread takes at a time: enough rows of w to be worth the hand-over, few enough to share the work out evenly.
 std::int64_t rows_per_task(std::int64_t n, std::int64_t k) {
-    constexpr std::int64_t kTile = 12;             // rows that the kernels take at once
+    constexpr std::int64_t kTile = 12;                     // rows that the kernels take at once
     constexpr std::int64_t kWork = std::int64_t{1} << 21;  // multiply-adds, some 30 microseconds
     const std::int64_t padded = (n + cpu::kPanelRows - 1) / cpu::kPanelRows * cpu::kPanelRows;
     const std::int64_t tiles = kWork / std::max<std::int64_t>(1, padded * k * kTile);
@@ -21,7 +21,8 @@ std::int64_t rows_per_task(std::int64_t n, std::int64_t k) {
 }
 
 void check_cache(const char* op, const PagedCache& cache, const AttentionShape& shape) {
-    require(cache.block_size > 0 && cache.block_size % cpu::kCacheRows == 0, op, "block_size", "a positive multiple of 16", cache.block_size);
+    require(cache.block_size > 0 && cache.block_size % cpu::kCacheRows == 0, op, "block_size", "a positive multiple of 16",
+            cache.block_size);
     require(shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0, op, "heads", "a multiple of kv_heads", shape.heads);
     check(op, "keys", cache.keys, cache.keys.rows, shape.kv_heads * shape.head_dim);
     check(op, "values", cache.values, cache.keys.rows, shape.kv_heads * shape.head_dim);

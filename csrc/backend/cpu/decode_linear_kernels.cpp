@@ -100,8 +100,10 @@ SUROGATE_AVX512 void write_tile_avx512(const LinearBlock& b, const __m512* sums,
     // Now a[4 * g + c], quarter q, holds w rows 4g .. 4g + 3 of x row 4q + c.
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
-        const __m512 even = _mm512_maskz_shuffle_f32x4(kAll16, a[c], a[4 + c], 0x88), odd = _mm512_maskz_shuffle_f32x4(kAll16, a[c], a[4 + c], 0xdd);
-        const __m512 even2 = _mm512_maskz_shuffle_f32x4(kAll16, a[8 + c], a[12 + c], 0x88), odd2 = _mm512_maskz_shuffle_f32x4(kAll16, a[8 + c], a[12 + c], 0xdd);
+        const __m512 even = _mm512_maskz_shuffle_f32x4(kAll16, a[c], a[4 + c], 0x88),
+                     odd = _mm512_maskz_shuffle_f32x4(kAll16, a[c], a[4 + c], 0xdd);
+        const __m512 even2 = _mm512_maskz_shuffle_f32x4(kAll16, a[8 + c], a[12 + c], 0x88),
+                     odd2 = _mm512_maskz_shuffle_f32x4(kAll16, a[8 + c], a[12 + c], 0xdd);
         t[c] = _mm512_maskz_shuffle_f32x4(kAll16, even, even2, 0x88);
         t[8 + c] = _mm512_maskz_shuffle_f32x4(kAll16, even, even2, 0xdd);
         t[4 + c] = _mm512_maskz_shuffle_f32x4(kAll16, odd, odd2, 0x88);

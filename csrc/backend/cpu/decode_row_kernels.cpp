@@ -42,9 +42,7 @@ inline Lanes load_partial(const float* p, std::int64_t count) {
     std::memcpy(result.v, p, static_cast<std::size_t>(count) * sizeof(float));
     return result;
 }
-inline void store(float* p, const Lanes& x) {
-    std::memcpy(p, x.v, sizeof(x.v));
-}
+inline void store(float* p, const Lanes& x) { std::memcpy(p, x.v, sizeof(x.v)); }
 inline void store_partial(float* p, const Lanes& x, std::int64_t count) {
     std::memcpy(p, x.v, static_cast<std::size_t>(count) * sizeof(float));
 }
@@ -85,9 +83,7 @@ inline float reduce_add(const Lanes& x) {
         for (int i = 0; i < half; ++i) v[i] += v[i + half];
     return v[0];
 }
-inline float reduce_max(const Lanes& x) {
-    return *std::max_element(x.v, x.v + 16);
-}
+inline float reduce_max(const Lanes& x) { return *std::max_element(x.v, x.v + 16); }
 
 #include "backend/cpu/decode_row_kernels.inc"
 
@@ -107,12 +103,8 @@ struct Lanes {
     __m256 low, high;
 };
 
-SUROGATE_TARGET inline Lanes set1(float x) {
-    return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
-}
-SUROGATE_TARGET inline Lanes load(const float* p) {
-    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
-}
+SUROGATE_TARGET inline Lanes set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+SUROGATE_TARGET inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 SUROGATE_TARGET inline void store(float* p, const Lanes& x) {
     _mm256_storeu_ps(p, x.low);
     _mm256_storeu_ps(p + 8, x.high);
@@ -130,18 +122,10 @@ SUROGATE_TARGET inline void store_partial(float* p, const Lanes& x, std::int64_t
 SUROGATE_TARGET inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
-SUROGATE_TARGET inline Lanes mul(const Lanes& a, const Lanes& b) {
-    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
-}
-SUROGATE_TARGET inline Lanes add(const Lanes& a, const Lanes& b) {
-    return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
-}
-SUROGATE_TARGET inline Lanes sub(const Lanes& a, const Lanes& b) {
-    return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
-}
-SUROGATE_TARGET inline Lanes max(const Lanes& a, const Lanes& b) {
-    return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
-}
+SUROGATE_TARGET inline Lanes mul(const Lanes& a, const Lanes& b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+SUROGATE_TARGET inline Lanes add(const Lanes& a, const Lanes& b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+SUROGATE_TARGET inline Lanes sub(const Lanes& a, const Lanes& b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+SUROGATE_TARGET inline Lanes max(const Lanes& a, const Lanes& b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
 SUROGATE_TARGET inline Lanes round(const Lanes& x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(x.low, nearest), _mm256_round_ps(x.high, nearest)};
@@ -188,39 +172,19 @@ struct Lanes {
     __m512 v;
 };
 
-SUROGATE_TARGET inline __mmask16 first_lanes(std::int64_t count) {
-    return static_cast<__mmask16>((1u << count) - 1u);
-}
-SUROGATE_TARGET inline Lanes set1(float x) {
-    return {_mm512_set1_ps(x)};
-}
-SUROGATE_TARGET inline Lanes load(const float* p) {
-    return {_mm512_loadu_ps(p)};
-}
-SUROGATE_TARGET inline void store(float* p, const Lanes& x) {
-    _mm512_storeu_ps(p, x.v);
-}
-SUROGATE_TARGET inline Lanes load_partial(const float* p, std::int64_t count) {
-    return {_mm512_maskz_loadu_ps(first_lanes(count), p)};
-}
+SUROGATE_TARGET inline __mmask16 first_lanes(std::int64_t count) { return static_cast<__mmask16>((1u << count) - 1u); }
+SUROGATE_TARGET inline Lanes set1(float x) { return {_mm512_set1_ps(x)}; }
+SUROGATE_TARGET inline Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
+SUROGATE_TARGET inline void store(float* p, const Lanes& x) { _mm512_storeu_ps(p, x.v); }
+SUROGATE_TARGET inline Lanes load_partial(const float* p, std::int64_t count) { return {_mm512_maskz_loadu_ps(first_lanes(count), p)}; }
 SUROGATE_TARGET inline void store_partial(float* p, const Lanes& x, std::int64_t count) {
     _mm512_mask_storeu_ps(p, first_lanes(count), x.v);
 }
-SUROGATE_TARGET inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
-    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
-}
-SUROGATE_TARGET inline Lanes mul(const Lanes& a, const Lanes& b) {
-    return {_mm512_mul_ps(a.v, b.v)};
-}
-SUROGATE_TARGET inline Lanes add(const Lanes& a, const Lanes& b) {
-    return {_mm512_add_ps(a.v, b.v)};
-}
-SUROGATE_TARGET inline Lanes sub(const Lanes& a, const Lanes& b) {
-    return {_mm512_sub_ps(a.v, b.v)};
-}
-SUROGATE_TARGET inline Lanes max(const Lanes& a, const Lanes& b) {
-    return {_mm512_maskz_max_ps(kAll, a.v, b.v)};
-}
+SUROGATE_TARGET inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+SUROGATE_TARGET inline Lanes mul(const Lanes& a, const Lanes& b) { return {_mm512_mul_ps(a.v, b.v)}; }
+SUROGATE_TARGET inline Lanes add(const Lanes& a, const Lanes& b) { return {_mm512_add_ps(a.v, b.v)}; }
+SUROGATE_TARGET inline Lanes sub(const Lanes& a, const Lanes& b) { return {_mm512_sub_ps(a.v, b.v)}; }
+SUROGATE_TARGET inline Lanes max(const Lanes& a, const Lanes& b) { return {_mm512_maskz_max_ps(kAll, a.v, b.v)}; }
 SUROGATE_TARGET inline Lanes round(const Lanes& x) {
     return {_mm512_maskz_roundscale_ps(kAll, x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
@@ -252,19 +216,13 @@ SUROGATE_TARGET inline float reduce_max(const Lanes& x) {
 }  // namespace
 }  // namespace avx512
 
-const RowKernels& row_kernels_avx2() {
-    return avx2::kKernels;
-}
+const RowKernels& row_kernels_avx2() { return avx2::kKernels; }
 
-const RowKernels& row_kernels_avx512() {
-    return avx512::kKernels;
-}
+const RowKernels& row_kernels_avx512() { return avx512::kKernels; }
 
 #endif
 
-const RowKernels& row_kernels_portable() {
-    return portable::kKernels;
-}
+const RowKernels& row_kernels_portable() { return portable::kKernels; }
 
 const RowKernels& row_kernels() {
 #if defined(__x86_64__)

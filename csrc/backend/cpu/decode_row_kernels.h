@@ -4,8 +4,8 @@
 
 namespace surogate::cpu {
 
-/// The keys of 16 consecutive cache rows lie as [K, D, 16], so that 16 scores are one chain of vector multiply-adds without a horizontal sum;
-/// values lie row by row, [row, K * D].
+/// The keys of 16 consecutive cache rows lie as [K, D, 16], so that 16 scores are one chain of vector multiply-adds without a horizontal
+/// sum; values lie row by row, [row, K * D].
 constexpr std::int64_t kCacheRows = 16;
 
 /// One query row against one kv-head: `groups` query heads share it.
@@ -16,8 +16,8 @@ struct AttentionTask {
     const float* values;
     const std::int32_t* blocks;  // the sequence's table
     std::int64_t block_size;
-    std::int64_t kv_columns;     // K * D
-    std::int64_t head;           // of the K
+    std::int64_t kv_columns;  // K * D
+    std::int64_t head;        // of the K
     std::int64_t head_dim, groups;
     std::int64_t first, length;  // attends to positions [first, length)
     float scale;
@@ -26,9 +26,7 @@ struct AttentionTask {
 
 constexpr std::int64_t kAttentionHeads = 4;  // query heads computed together
 
-constexpr std::int64_t attention_scratch(std::int64_t length) {
-    return kAttentionHeads * (length + 2 * kCacheRows);
-}
+constexpr std::int64_t attention_scratch(std::int64_t length) { return kAttentionHeads * (length + 2 * kCacheRows); }
 
 /// Sums of exp((x - max) * inverse_temperature) over blocks of a row of logits.
 struct SoftmaxTask {

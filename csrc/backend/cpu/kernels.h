@@ -4,8 +4,8 @@
 
 namespace surogate {
 
-/// The vectorised inner loops, each over one row or one span in the memory of one thread. They are compiled once per instruction set from the
-/// same source (kernels_impl.h); a back-end takes the widest set that the processor has. `n` counts floats; outputs come first.
+/// The vectorised inner loops, each over one row or one span in the memory of one thread. They are compiled once per instruction set from
+/// the same source (kernels_impl.h); a back-end takes the widest set that the processor has. `n` counts floats; outputs come first.
 struct Kernels {
     const char* name;
 
@@ -20,10 +20,10 @@ struct Kernels {
     void (*swiglu)(float* y, const float* gate, const float* up, std::int64_t n);
     void (*swiglu_backward)(float* dgate, float* dup, const float* dy, const float* gate, const float* up, std::int64_t n);
 
-    void (*add)(float* y, const float* x, std::int64_t n);                      // y += x
-    void (*scale)(float* y, const float* x, float factor, std::int64_t n);      // y = factor * x; may be in place
+    void (*add)(float* y, const float* x, std::int64_t n);                  // y += x
+    void (*scale)(float* y, const float* x, float factor, std::int64_t n);  // y = factor * x; may be in place
     float (*dot)(const float* x, const float* y, std::int64_t n);
-    float (*max)(const float* x, std::int64_t n);                               // n > 0; NaN if any is
+    float (*max)(const float* x, std::int64_t n);                                 // n > 0; NaN if any is
     float (*exp_shifted)(float* y, const float* x, float shift, std::int64_t n);  // y = exp(x - shift), returns the sum; may be in place
     /// ds = p * (dp - delta), in place of dp
     void (*softmax_backward)(float* dp, const float* p, float delta, std::int64_t n);

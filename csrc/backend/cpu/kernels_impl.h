@@ -1,6 +1,6 @@
-// The source of all kernel sets. Included once by each kernels_<isa>.cpp, which is compiled for that instruction set and defines SUROGATE_ISA,
-// a namespace, and SUROGATE_LANES, the floats in a vector. All helpers have internal linkage and no standard template is used: otherwise the
-// linker could pick a copy compiled for one instruction set to serve all of them.
+// The source of all kernel sets. Included once by each kernels_<isa>.cpp, which is compiled for that instruction set and defines
+// SUROGATE_ISA, a namespace, and SUROGATE_LANES, the floats in a vector. All helpers have internal linkage and no standard template is
+// used: otherwise the linker could pick a copy compiled for one instruction set to serve all of them.
 
 #include <cmath>
 #include <cstdint>
@@ -59,17 +59,17 @@ void rotate(float* x, const float* cos, const float* sin, std::int64_t half, flo
 void swiglu(float* y, const float* gate, const float* up, std::int64_t n) {
     each(n, [&](std::int64_t i, auto part) {
         const Vec g = part.load(gate + i);
-        part.store(y + i, g / (1.0f + exp(-g)) * part.load(up + i));
+        part.store(y + i, g * sigmoid(g) * part.load(up + i));
     });
 }
 
 void swiglu_backward(float* dgate, float* dup, const float* dy, const float* gate, const float* up, std::int64_t n) {
     each(n, [&](std::int64_t i, auto part) {
         const Vec g = part.load(gate + i), u = part.load(up + i), d = part.load(dy + i);
-        const Vec sigmoid = 1.0f / (1.0f + exp(-g));
-        const Vec silu = g * sigmoid;
+        const Vec s = sigmoid(g);
+        const Vec silu = g * s;
         part.store(dup + i, d * silu);
-        part.store(dgate + i, d * u * (sigmoid + silu * (1.0f - sigmoid)));
+        part.store(dgate + i, d * u * (s + silu * (1.0f - s)));
     });
 }
 
@@ -91,7 +91,11 @@ float max(const float* x, std::int64_t n) {
     const auto larger = [](Vec a, Vec b) { return select((a >= b) | (a != a), a, b); };
     std::int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int k = 0; k < 4; ++k) best[k] = larger(best[k], Full{}.load(x + i + k * kLanes));
+        for (int k = 0; k < 4; ++k) {
+            // A row of logits comes from far away, and the hardware fetches ahead within a page only.
+            __builtin_prefetch(x + i + k * kLanes + 1024);
+            best[k] = larger(best[k], Full{}.load(x + i + k * kLanes));
+        }
     }
     for (; i + kLanes <= n; i += kLanes) best[0] = larger(best[0], Full{}.load(x + i));
     const Vec all = larger(larger(best[0], best[1]), larger(best[2], best[3]));
@@ -178,7 +182,7 @@ void adamw(float* w, float* m, float* v, const float* g, float gradient_scale, f
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels = {SUROGATE_NAME, rmsnorm,     rmsnorm_backward, rotate,  swiglu,           swiglu_backward, add,  scale,
-                         dot,           max,         exp_shifted,      softmax_backward, exp_sum, logprob_backward, sum_of_squares, adamw};
+const Kernels kernels = {SUROGATE_NAME, rmsnorm,     rmsnorm_backward, rotate,  swiglu,           swiglu_backward, add,  scale, dot,
+                         max,           exp_shifted, softmax_backward, exp_sum, logprob_backward, sum_of_squares,  adamw};
 
 }  // namespace surogate::SUROGATE_ISA

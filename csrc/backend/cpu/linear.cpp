@@ -59,7 +59,8 @@ void CpuBackend::bias_backward(const Tensor& db, const Tensor& dy) {
         std::array<float, kColumns> sums;
         for (std::int64_t first = 0; first < dy.rows; first += kRows) {
             sums.fill(0.0f);
-            for (std::int64_t t = first; t < std::min(first + kRows, dy.rows); ++t) kernels_.add(sums.data(), row(dy, t) + begin, end - begin);
+            for (std::int64_t t = first; t < std::min(first + kRows, dy.rows); ++t)
+                kernels_.add(sums.data(), row(dy, t) + begin, end - begin);
             kernels_.add(db.f32() + begin, sums.data(), end - begin);
         }
     });

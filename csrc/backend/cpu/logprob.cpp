@@ -48,8 +48,8 @@ void CpuBackend::logprob_forward(const Tensor& logp, const Tensor& entropy, cons
     });
 }
 
-void CpuBackend::logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets, const Tensor& dlogp,
-                                  const Tensor& dentropy, float temperature, std::int64_t valid_vocab) {
+void CpuBackend::logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets,
+                                  const Tensor& dlogp, const Tensor& dentropy, float temperature, std::int64_t valid_vocab) {
     const char* op = "logprob_backward";
     const std::int64_t valid = check_logprob(op, logits, lse, targets, temperature, valid_vocab);
     check_vector(op, "dlogp", dlogp, logits.rows);

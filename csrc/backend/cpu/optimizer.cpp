@@ -58,8 +58,8 @@ void CpuBackend::adamw(const Tensor& weight, const Tensor& m, const Tensor& v, c
     const float step_size = static_cast<float>(rate / (1.0 - std::pow(static_cast<double>(options.beta1), step)));
     const float v_factor = static_cast<float>(1.0 / (1.0 - std::pow(static_cast<double>(options.beta2), step)));
     pool_.parallel_ranges(size, kSpan, [&](std::int64_t begin, std::int64_t end) {
-        kernels_.adamw(weight.f32() + begin, m.f32() + begin, v.f32() + begin, gradient.f32() + begin, options.gradient_scale, options.beta1,
-                       options.beta2, options.epsilon, decay, step_size, v_factor, end - begin);
+        kernels_.adamw(weight.f32() + begin, m.f32() + begin, v.f32() + begin, gradient.f32() + begin, options.gradient_scale,
+                       options.beta1, options.beta2, options.epsilon, decay, step_size, v_factor, end - begin);
     });
 }
 

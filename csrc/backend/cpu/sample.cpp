@@ -16,13 +16,9 @@ struct Candidate {
 };
 
 /// More probable first, lower ids first among equals.
-bool before(const Candidate& a, const Candidate& b) {
-    return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
-}
+bool before(const Candidate& a, const Candidate& b) { return a.weight > b.weight || (a.weight == b.weight && a.id < b.id); }
 
-std::int64_t block_count(std::int64_t vocab) {
-    return (vocab + kSoftmaxBlock - 1) / kSoftmaxBlock;
-}
+std::int64_t block_count(std::int64_t vocab) { return (vocab + kSoftmaxBlock - 1) / kSoftmaxBlock; }
 
 /// The id at which the cumulative weight passes `uniform` of the total.
 std::int32_t draw(const SoftmaxTask& softmax, double uniform) {
@@ -123,7 +119,8 @@ Sampled sample_row(const float* logits, std::int64_t vocab, const SampleRow& row
     } else {
         token = draw(softmax, row.uniform);
     }
-    const double scaled = (static_cast<double>(logits[token]) - static_cast<double>(softmax.max)) * static_cast<double>(inverse_temperature);
+    const double scaled =
+        (static_cast<double>(logits[token]) - static_cast<double>(softmax.max)) * static_cast<double>(inverse_temperature);
     return {token, static_cast<float>(scaled - std::log(softmax.total))};
 }
 

@@ -4,6 +4,10 @@
 
 #include <cstdint>
 
+#if SUROGATE_LANES == 16
+#include <immintrin.h>
+#endif
+
 namespace surogate::SUROGATE_ISA {
 
 namespace {
@@ -12,13 +16,9 @@ constexpr int kLanes = SUROGATE_LANES;
 typedef float Vec __attribute__((vector_size(SUROGATE_LANES * 4)));
 typedef std::int32_t IntVec __attribute__((vector_size(SUROGATE_LANES * 4)));
 
-[[gnu::always_inline]] inline Vec broadcast(float x) {
-    return x - Vec{};
-}
+[[gnu::always_inline]] inline Vec broadcast(float x) { return x - Vec{}; }
 
-[[gnu::always_inline]] inline Vec select(IntVec mask, Vec yes, Vec no) {
-    return mask ? yes : no;
-}
+[[gnu::always_inline]] inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 
 /// How a whole vector is read and written.
 struct Full {
@@ -34,6 +34,13 @@ struct Full {
 /// The same for the first `count` lanes at the end of a row; the others read as zero.
 struct Tail {
     std::int64_t count;
+#if SUROGATE_LANES == 16
+    [[gnu::always_inline]] __mmask16 mask() const { return static_cast<__mmask16>((1u << count) - 1u); }
+    [[gnu::always_inline]] Vec load(const float* p) const { return _mm512_maskz_loadu_ps(mask(), p); }
+    [[gnu::always_inline]] void store(float* p, Vec v) const { _mm512_mask_storeu_ps(p, mask(), v); }
+    /// Zeros beyond the end, for what does not map zero to zero.
+    [[gnu::always_inline]] Vec only(Vec v) const { return _mm512_maskz_mov_ps(mask(), v); }
+#else
     [[gnu::always_inline]] Vec load(const float* p) const {
         float lanes[kLanes] = {};
         for (std::int64_t i = 0; i < count; ++i) lanes[i] = p[i];
@@ -50,6 +57,7 @@ struct Tail {
         Full{}.store(lanes, v);
         return load(lanes);
     }
+#endif
 };
 
 /// Calls body(index, Full or Tail) for each vector of n floats.
@@ -103,6 +111,9 @@ template <typename Body>
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
+#if SUROGATE_LANES == 16
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), p, k);
+#else
     // 2^k in two factors, since k = 128 itself is no exponent of a float.
     IntVec bits;
     __builtin_memcpy(&bits, &shifted, sizeof(bits));
@@ -114,6 +125,21 @@ template <typename Body>
     __builtin_memcpy(&second, &second_bits, sizeof(second));
     const Vec result = p * first * second;
     return select(underflow, Vec{}, result);
+#endif
+}
+
+/// 1 / (1 + exp(-x))
+[[gnu::always_inline]] inline Vec sigmoid(Vec x) {
+#if SUROGATE_LANES == 16
+    // A division takes as long as all the rest: an estimate of 14 bits and one step of Newton's method instead. The bound keeps the
+    // denominator finite; NaN passes, as a comparison with it is false.
+    const Vec bound = broadcast(-87.0f);
+    const Vec denominator = 1.0f + exp(-select(x < bound, bound, x));
+    const Vec estimate = _mm512_maskz_rcp14_ps(0xFFFF, denominator);
+    return estimate * (2.0f - denominator * estimate);
+#else
+    return 1.0f / (1.0f + exp(-x));
+#endif
 }
 
 [[gnu::always_inline]] inline Vec sqrt(Vec x) {
