@@ -77,6 +77,7 @@ def test_overrides_are_typed_as_the_file_is(tmp_path: Path) -> None:
             "lora=true",
             "lora_target_modules=[q_proj, v_proj]",
             "run_name=no",
+            "report_to=wandb",
             "rollouts.stop=['a=b', c]",
             "eval.datasets.0=held.jsonl",
             "seed=1",
