@@ -61,10 +61,11 @@ py::object finish_name(Finish finish) {
 
 void bind_generator(py::module_& module) {
     const GeneratorOptions defaults;
-    py::class_<GeneratorHandle>(module, "Generator",
-                                "Continuous batching over a learner's weights. A sample depends on its request's seed, prompt and parameters alone.")
-        .def(py::init([](const std::shared_ptr<LearnerHandle>& learner, std::int64_t max_sequences, std::int64_t cache_tokens, std::int64_t block_size,
-                         std::int64_t valid_vocab, std::int64_t prefill_chunk) {
+    py::class_<GeneratorHandle>(
+        module, "Generator",
+        "Continuous batching over a learner's weights. A sample depends on its request's seed, prompt and parameters alone.")
+        .def(py::init([](const std::shared_ptr<LearnerHandle>& learner, std::int64_t max_sequences, std::int64_t cache_tokens,
+                         std::int64_t block_size, std::int64_t valid_vocab, std::int64_t prefill_chunk) {
                  const GeneratorOptions options = make_options(max_sequences, cache_tokens, block_size, valid_vocab, prefill_chunk);
                  py::gil_scoped_release release;
                  const std::lock_guard lock(learner->mutex);
@@ -75,20 +76,20 @@ void bind_generator(py::module_& module) {
              py::arg("valid_vocab") = defaults.valid_vocab, py::arg("prefill_chunk") = defaults.prefill_chunk)
         .def_static(
             "plan",
-            [](const ModelSpec& spec, std::int64_t max_sequences, std::int64_t cache_tokens, std::int64_t block_size, std::int64_t valid_vocab,
-               std::int64_t prefill_chunk, std::int64_t lora_rank) {
+            [](const ModelSpec& spec, std::int64_t max_sequences, std::int64_t cache_tokens, std::int64_t block_size,
+               std::int64_t valid_vocab, std::int64_t prefill_chunk, std::int64_t lora_rank) {
                 LoraOptions lora;
                 lora.rank = lora_rank;
                 return memory_list(
                     Generator::plan(spec, make_options(max_sequences, cache_tokens, block_size, valid_vocab, prefill_chunk), lora));
             },
-            py::arg("spec"), py::kw_only(), py::arg("max_sequences") = defaults.max_sequences, py::arg("cache_tokens") = defaults.cache_tokens,
-            py::arg("block_size") = defaults.block_size, py::arg("valid_vocab") = defaults.valid_vocab,
-            py::arg("prefill_chunk") = defaults.prefill_chunk, py::arg("lora_rank") = 0)
+            py::arg("spec"), py::kw_only(), py::arg("max_sequences") = defaults.max_sequences,
+            py::arg("cache_tokens") = defaults.cache_tokens, py::arg("block_size") = defaults.block_size,
+            py::arg("valid_vocab") = defaults.valid_vocab, py::arg("prefill_chunk") = defaults.prefill_chunk, py::arg("lora_rank") = 0)
         .def(
             "add",
-            [](GeneratorHandle& handle, std::uint64_t id, const py::object& prompt, std::int32_t max_new_tokens, double temperature, double top_p,
-               std::int32_t top_k, double min_p, std::uint64_t seed, std::vector<std::int32_t> stop_ids) {
+            [](GeneratorHandle& handle, std::uint64_t id, const py::object& prompt, std::int32_t max_new_tokens, double temperature,
+               double top_p, std::int32_t top_k, double min_p, std::uint64_t seed, std::vector<std::int32_t> stop_ids) {
                 const Int32Array tokens = int32_vector("Generator.add", "prompt", prompt);
                 GenerateRequest request;
                 request.id = id;
@@ -102,11 +103,14 @@ void bind_generator(py::module_& module) {
                 request.params.stop_ids = std::move(stop_ids);
                 handle.locked([&](Generator& generator) { generator.add(std::move(request)); });
             },
-            py::arg("id"), py::arg("prompt"), py::kw_only(), py::arg("max_new_tokens"), py::arg("temperature") = 1.0, py::arg("top_p") = 1.0,
-            py::arg("top_k") = 0, py::arg("min_p") = 0.0, py::arg("seed") = 0, py::arg("stop_ids") = std::vector<std::int32_t>{})
+            py::arg("id"), py::arg("prompt"), py::kw_only(), py::arg("max_new_tokens"), py::arg("temperature") = 1.0,
+            py::arg("top_p") = 1.0, py::arg("top_k") = 0, py::arg("min_p") = 0.0, py::arg("seed") = 0,
+            py::arg("stop_ids") = std::vector<std::int32_t>{})
         .def(
             "abort",
-            [](GeneratorHandle& handle, std::uint64_t id) { return handle.locked([&](Generator& generator) { return generator.abort(id); }); },
+            [](GeneratorHandle& handle, std::uint64_t id) {
+                return handle.locked([&](Generator& generator) { return generator.abort(id); });
+            },
             py::arg("id"))
         .def("step",
              [](GeneratorHandle& handle) {
@@ -117,10 +121,12 @@ void bind_generator(py::module_& module) {
                  }
                  return result;
              })
-        .def("unfinished", [](GeneratorHandle& handle) { return handle.locked([](Generator& generator) { return generator.unfinished(); }); })
+        .def("unfinished",
+             [](GeneratorHandle& handle) { return handle.locked([](Generator& generator) { return generator.unfinished(); }); })
         .def("weights_changed", [](GeneratorHandle& handle) { handle.locked([](Generator& generator) { generator.weights_changed(); }); })
         .def_property_readonly(
-            "preemptions", [](GeneratorHandle& handle) { return handle.locked([](Generator& generator) { return generator.preemptions(); }); })
+            "preemptions",
+            [](GeneratorHandle& handle) { return handle.locked([](Generator& generator) { return generator.preemptions(); }); })
         .def_property_readonly("cache_tokens", [](GeneratorHandle& handle) { return handle.generator.options().cache_tokens; });
 }
 

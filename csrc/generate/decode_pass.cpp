@@ -9,9 +9,7 @@ namespace surogate {
 
 namespace {
 
-Tensor first(const Tensor& t, std::int64_t rows) {
-    return t.row_range(0, rows);
-}
+Tensor first(const Tensor& t, std::int64_t rows) { return t.row_range(0, rows); }
 
 Tensor first_values(const Tensor& t, std::int64_t count) {
     Tensor view = t.column_range(0, count);
@@ -103,8 +101,8 @@ void DecodePass::block(const Learner& learner, const KvCache& cache, std::int64_
     backend.decode_linear(qkv, normed, w.qkv, w.qkv_bias, 1.0f, 0.0f);
     const std::int64_t q = spec.q_columns(), kv = spec.kv_columns();
     add_adapters(backend, {{w.q_lora, 0}, {w.k_lora, q}, {w.v_lora, q + kv}}, qkv, low_, normed, lora_scale);
-    backend.qk_norm_rope_forward(qkv, raw_qk, qk_rstd, w.q_norm, w.k_norm, weights.rope_cos, weights.rope_sin, first_values(positions_, rows),
-                                 shape, spec.norm_eps);
+    backend.qk_norm_rope_forward(qkv, raw_qk, qk_rstd, w.q_norm, w.k_norm, weights.rope_cos, weights.rope_sin,
+                                 first_values(positions_, rows), shape, spec.norm_eps);
     PagedCache paged = cache.layer(layer);
     paged.block_tables = tables_.data();
     paged.max_blocks = table_width_;

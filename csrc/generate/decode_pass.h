@@ -27,8 +27,8 @@ struct SampledToken {
     float logp;
 };
 
-/// The model over rows that may belong to any mixture of sequences, prompts and single tokens alike: every operation treats a row by itself, so
-/// its result has the same bits whatever rows are beside it. A row sees the earlier rows of its own sequence through the cache.
+/// The model over rows that may belong to any mixture of sequences, prompts and single tokens alike: every operation treats a row by
+/// itself, so its result has the same bits whatever rows are beside it. A row sees the earlier rows of its own sequence through the cache.
 class DecodePass {
    public:
     /// Takes (or, in a measuring arena, plans) the buffers of `rows` rows, `head_rows` of which enter the head at once.
@@ -45,13 +45,13 @@ class DecodePass {
     void head(const Learner& learner, std::span<const DecodeSample> samples, std::vector<SampledToken>& out);
 
     std::int64_t valid_vocab_;
-    Tensor tokens_, positions_, slots_;                 // [rows] int32
-    Tensor stream_, normed_, branch_;                   // [rows, C]
-    Tensor rstd_;                                       // [rows]
-    Tensor qkv_, raw_qk_, qk_rstd_;                     // [rows, (H+2K)*D], [rows, (H+K)*D], [rows, H+K]
-    Tensor attention_;                                  // [rows, H*D]
-    Tensor gate_up_, activated_;                        // [rows, 2F], [rows, F]
-    Tensor low_;                                        // [rows, 3r]
+    Tensor tokens_, positions_, slots_;                                    // [rows] int32
+    Tensor stream_, normed_, branch_;                                      // [rows, C]
+    Tensor rstd_;                                                          // [rows]
+    Tensor qkv_, raw_qk_, qk_rstd_;                                        // [rows, (H+2K)*D], [rows, (H+K)*D], [rows, H+K]
+    Tensor attention_;                                                     // [rows, H*D]
+    Tensor gate_up_, activated_;                                           // [rows, 2F], [rows, F]
+    Tensor low_;                                                           // [rows, 3r]
     Tensor picked_, picked_normed_, picked_rstd_, picked_index_, logits_;  // head_rows rows
 
     // Host side of a pass, kept to spare allocations.

@@ -20,7 +20,8 @@ GeneratorOptions resolve(const ModelSpec& spec, GeneratorOptions options) {
     const auto positive = [](const char* name, std::int64_t value) { require(value > 0, "Generator", name, "a positive number", value); };
     positive("max_sequences", options.max_sequences);
     positive("prefill_chunk", options.prefill_chunk);
-    require(options.block_size > 0 && options.block_size % 16 == 0, "Generator", "block_size", "a positive multiple of 16", options.block_size);
+    require(options.block_size > 0 && options.block_size % 16 == 0, "Generator", "block_size", "a positive multiple of 16",
+            options.block_size);
     require(options.cache_tokens >= 0, "Generator", "cache_tokens", "0 (automatic) or a positive number", options.cache_tokens);
     if (options.valid_vocab < 0 || options.valid_vocab > spec.vocab) {
         fail("Generator: valid_vocab: expected 0 (all) to ", spec.vocab, ", got ", options.valid_vocab);
@@ -98,7 +99,8 @@ std::vector<TokenEvent> Generator::Impl::step() {
         if (sampled[i].token >= 0) continue;
         const Sequence& sequence = *plan.samples[i].sequence;
         throw std::runtime_error("Generator: request " + std::to_string(sequence.id) + ": the logits behind position " +
-                                 std::to_string(sequence.size() - 1) + " are not finite; the weights or adapters hold NaN or infinity, or overflow");
+                                 std::to_string(sequence.size() - 1) +
+                                 " are not finite; the weights or adapters hold NaN or infinity, or overflow");
     }
     scheduler.commit(plan);
     std::vector<TokenEvent> events;
@@ -131,32 +133,18 @@ std::vector<MemoryItem> Generator::plan(const ModelSpec& spec, const GeneratorOp
     return arena.items();
 }
 
-void Generator::add(GenerateRequest request) {
-    impl_->scheduler.add(std::move(request));
-}
+void Generator::add(GenerateRequest request) { impl_->scheduler.add(std::move(request)); }
 
-bool Generator::abort(std::uint64_t id) {
-    return impl_->scheduler.abort(id);
-}
+bool Generator::abort(std::uint64_t id) { return impl_->scheduler.abort(id); }
 
-std::vector<TokenEvent> Generator::step() {
-    return impl_->step();
-}
+std::vector<TokenEvent> Generator::step() { return impl_->step(); }
 
-std::int64_t Generator::unfinished() const {
-    return impl_->scheduler.unfinished();
-}
+std::int64_t Generator::unfinished() const { return impl_->scheduler.unfinished(); }
 
-std::int64_t Generator::preemptions() const {
-    return impl_->scheduler.preemptions();
-}
+std::int64_t Generator::preemptions() const { return impl_->scheduler.preemptions(); }
 
-void Generator::weights_changed() {
-    impl_->scheduler.forget_prompts();
-}
+void Generator::weights_changed() { impl_->scheduler.forget_prompts(); }
 
-const GeneratorOptions& Generator::options() const {
-    return impl_->options;
-}
+const GeneratorOptions& Generator::options() const { return impl_->options; }
 
 }  // namespace surogate

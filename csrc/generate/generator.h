@@ -37,11 +37,11 @@ struct TokenEvent {
 
 struct GeneratorOptions {
     std::int64_t max_sequences = 32;  // decoded together
-    /// Positions that the KV cache holds, rounded up to whole blocks. 0: 512 for each of max_sequences, and enough for one of 4096 (both: or as
-    /// many as the model has).
+    /// Positions that the KV cache holds, rounded up to whole blocks. 0: 512 for each of max_sequences, and enough for one of 4096 (both:
+    /// or as many as the model has).
     std::int64_t cache_tokens = 0;
-    std::int64_t block_size = 16;  // a multiple of 16
-    std::int64_t valid_vocab = 0;  // 0: all
+    std::int64_t block_size = 16;      // a multiple of 16
+    std::int64_t valid_vocab = 0;      // 0: all
     std::int64_t prefill_chunk = 256;  // positions of prompts computed in one step, beside the decoding sequences
 };
 
@@ -49,8 +49,8 @@ struct GeneratorOptions {
 /// Requests can be added and aborted between any two steps; when the cache is full the youngest one waits and is computed again later
 /// (its tokens are kept). The learner must not step while a `step` of this runs; after one, `weights_changed` drops cached prompts.
 ///
-/// Every row of a pass is computed by itself, so tokens and log-probabilities have the same bits whatever else runs, in whatever order requests
-/// came, whether or not one had to wait in between, and for any number of threads.
+/// Every row of a pass is computed by itself, so tokens and log-probabilities have the same bits whatever else runs, in whatever order
+/// requests came, whether or not one had to wait in between, and for any number of threads.
 class Generator {
    public:
     /// Takes all memory; OutOfMemory itemises what does not fit. The learner must outlive the generator.
@@ -65,9 +65,9 @@ class Generator {
     void add(GenerateRequest request);
     /// Drops the request; nothing more is said of it. False if it is unknown or finished.
     bool abort(std::uint64_t id);
-    /// Admits what fits, computes up to `prefill_chunk` positions of prompts and one token of every running sequence. May be empty while a long
-    /// prompt is being computed: `unfinished` says whether anything is left to do. Throws std::runtime_error if logits are not finite; nothing
-    /// is lost then, and the step can be tried again with other weights.
+    /// Admits what fits, computes up to `prefill_chunk` positions of prompts and one token of every running sequence. May be empty while a
+    /// long prompt is being computed: `unfinished` says whether anything is left to do. Throws std::runtime_error if logits are not finite;
+    /// nothing is lost then, and the step can be tried again with other weights.
     std::vector<TokenEvent> step();
     std::int64_t unfinished() const;
     /// Times that a running sequence had to make room and was computed again.

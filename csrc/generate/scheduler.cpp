@@ -32,9 +32,7 @@ void check_params(std::uint64_t id, const SamplingParams& p) {
 Scheduler::Scheduler(KvCache cache, std::int64_t max_sequences, std::int64_t chunk, std::int64_t max_positions, std::int64_t vocab)
     : cache_(std::move(cache)), max_sequences_(max_sequences), chunk_(chunk), max_positions_(max_positions), vocab_(vocab) {}
 
-std::int64_t Scheduler::blocks_for(std::int64_t positions) const {
-    return (positions + cache_.block_size() - 1) / cache_.block_size();
-}
+std::int64_t Scheduler::blocks_for(std::int64_t positions) const { return (positions + cache_.block_size() - 1) / cache_.block_size(); }
 
 void Scheduler::add(GenerateRequest request) {
     const std::uint64_t id = request.id;

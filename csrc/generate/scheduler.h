@@ -16,8 +16,8 @@ namespace surogate {
 struct SharedPrompt {
     std::vector<std::int32_t> tokens;
     std::vector<std::int32_t> blocks;
-    std::int64_t computed = 0;   // positions in the cache
-    std::int64_t waiting = 0;    // running sequences that wait for it to be complete
+    std::int64_t computed = 0;  // positions in the cache
+    std::int64_t waiting = 0;   // running sequences that wait for it to be complete
     std::uint64_t last_use = 0;
     std::int64_t last_row = -1;  // of the planned pass, if that completes it
     bool planned = false;        // for the coming pass
@@ -63,10 +63,10 @@ struct PassPlan {
 
 /// Decides which rows are computed next, and owns who holds which cache block.
 ///
-/// Sequences are admitted in the order of arrival. Equal prompts are computed once; a sequence then takes a reference to each of the prompt's
-/// blocks and copies the last, partly filled one when it first writes to it. When no block is left, prompts that nobody waits for are forgotten,
-/// and then the youngest running sequence gives up its blocks and goes back to the queue. Any request that `add` accepts fits on its own, so
-/// the oldest sequence always goes on.
+/// Sequences are admitted in the order of arrival. Equal prompts are computed once; a sequence then takes a reference to each of the
+/// prompt's blocks and copies the last, partly filled one when it first writes to it. When no block is left, prompts that nobody waits for
+/// are forgotten, and then the youngest running sequence gives up its blocks and goes back to the queue. Any request that `add` accepts
+/// fits on its own, so the oldest sequence always goes on.
 class Scheduler {
    public:
     Scheduler(KvCache cache, std::int64_t max_sequences, std::int64_t chunk, std::int64_t max_positions, std::int64_t vocab);
