@@ -68,7 +68,7 @@ struct LinearCase {
         std::vector<float> y(static_cast<std::size_t>(count * rows), kNan);
         if (beta != 0.0f) std::copy_n(before.begin() + first * rows, count * rows, y.begin());
         for (std::int64_t j = 0; j < rows; j += step) {
-            kernel({y.data(), rows, packed.data(), w.data(), k, biased ? bias.data() : nullptr, count, k, j, std::min(rows, j + step),
+            kernel({y.data(), rows, packed.data(), w.data(), k, biased ? bias.data() : nullptr, count, k, j, std::min(rows, j + step), rows,
                     alpha, beta});
         }
         return y;

@@ -225,7 +225,7 @@ SUROGATE_AVX512 void linear_block_avx512(const LinearBlock& b) {
     const std::int64_t panels = (b.n + kPanelRows - 1) / kPanelRows;
     std::int64_t j = b.first;
     const auto ahead = [&](std::int64_t rows, std::int64_t next) {
-        return j + rows + next <= b.last ? b.w + (j + rows) * b.w_stride : nullptr;
+        return j + rows + next <= b.rows ? b.w + (j + rows) * b.w_stride : nullptr;
     };
     for (; j + 12 <= b.last; j += 12) rows_avx512<12>(b, j, panels, ahead(12, 12));
     for (; j + 4 <= b.last; j += 4) rows_avx512<4>(b, j, panels, nullptr);

@@ -18,6 +18,7 @@ struct LinearBlock {
     const float* bias;  // [N] or null
     std::int64_t n, k;
     std::int64_t first, last;
+    std::int64_t rows;  // N: those behind `last` are likely to be next, and fetched ahead
     float alpha, beta;
 };
 
