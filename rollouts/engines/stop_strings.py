@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of an unfinished character to
 _PATIENCE = 8  # tokens after which such bytes are no character that will ever be finished
@@ -12,7 +12,9 @@ _PATIENCE = 8  # tokens after which such bytes are no character that will ever b
 class Decoder(Protocol):
     """The one thing that a tokenizer is needed for here."""
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **options: Any) -> str | list[str]:
+        """The text of one sequence of ids (transformers' own returns a list for several)."""
+        ...
 
 
 class StopStrings:
@@ -51,7 +53,7 @@ class StopStrings:
         return False
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False) if tokens else ""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)) if tokens else ""
 
 
 def _common(a: str, b: str) -> int:
