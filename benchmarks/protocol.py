@@ -1,8 +1,8 @@
 """How two programs are compared on a machine whose speed wanders.
 
-Virtual CPUs flip between one and two effective cores within seconds, so a time alone says little. Ours and the peer run in processes of their
-own and take turns; a matrix product is timed before and after each pair. Pairs whose probes fall below 90% of the best one are dropped, the
-ratio is the median over those that stay, and the raw pairs are kept beside it.
+Virtual CPUs flip between one and two effective cores within seconds, so a time alone says little. Ours and the peer run in processes
+of their own and take turns; a matrix product is timed before and after each pair. Pairs whose probes fall below 90% of the best one are
+dropped, the ratio is the median over those that stay, and the raw pairs are kept beside it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def compare(ours: Worker, peer: Worker, pairs: int) -> dict[str, Any]:
         first, second = (ours, peer) if len(raw) % 2 == 0 else (peer, ours)
         results = {first.side: first.go(), second.side: second.go()}
         after = gemm_rate()
-        raw.append({"ours_s": results["ours"]["seconds"], "peer_s": results["peer"]["seconds"], "gflops": [round(probe, 1), round(after, 1)]})
+        raw.append(
+            {"ours_s": results["ours"]["seconds"], "peer_s": results["peer"]["seconds"], "gflops": [round(probe, 1), round(after, 1)]}
+        )
         probe = after
         peaks = {side: result["peak_bytes"] for side, result in results.items()}
         best = max(max(pair["gflops"]) for pair in raw)

@@ -19,7 +19,12 @@ from benchmarks.worker import COLUMNS, GROUP, NEW_TOKENS, PROMPTS, ROWS
 
 BENCHES = ("sft_full", "sft_lora", "generation", "generation_vllm")
 PEERS = {"sft_full": "transformers", "sft_lora": "transformers + PEFT", "generation": "transformers", "generation_vllm": "vLLM (CPU)"}
-WORK = {"sft_full": ROWS * COLUMNS, "sft_lora": ROWS * COLUMNS, "generation": PROMPTS * GROUP * NEW_TOKENS, "generation_vllm": PROMPTS * GROUP * NEW_TOKENS}
+WORK = {
+    "sft_full": ROWS * COLUMNS,
+    "sft_lora": ROWS * COLUMNS,
+    "generation": PROMPTS * GROUP * NEW_TOKENS,
+    "generation_vllm": PROMPTS * GROUP * NEW_TOKENS,
+}
 
 
 def random_model(directory: Path) -> Path:

@@ -119,7 +119,9 @@ def ours_generation(model: Path) -> Work:
         # weights change between steps of training: nothing may be kept from the last time
         await engine.update_weights(learner, version)
         requests = [
-            GenerateRequest(prompt, SamplingParams(max_tokens=NEW_TOKENS, seed=100 * i + k)) for i, prompt in enumerate(prompts) for k in range(GROUP)
+            GenerateRequest(prompt, SamplingParams(max_tokens=NEW_TOKENS, seed=100 * i + k))
+            for i, prompt in enumerate(prompts)
+            for k in range(GROUP)
         ]
         done = await asyncio.gather(*(engine.generate(request) for request in requests))
         return sum(len(completion.tokens) for completion in done)

@@ -35,7 +35,9 @@ class EpisodeRunner:
     limits: Limits
 
     async def run(self, task: Task, prompt: list[int], sample: int, seed: int, sampling: SamplingParams) -> Episode:
-        """Plays `task`, whose encoded prompt is `prompt`, to its end. An environment that raises loses its episode (`error` set, unscored), not the run.
+        """Plays `task`, whose encoded prompt is `prompt`, to its end.
+
+        An environment that raises loses its episode (`error` set, unscored), not the run.
 
         Raises:
             ValueError: the prompt leaves no room for a completion (such tasks are filtered out before a run starts).

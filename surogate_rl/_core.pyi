@@ -1,6 +1,6 @@
 """The native core. Arrays are C-contiguous numpy arrays; what a call returns is an owned copy; calls release the GIL."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,21 +55,50 @@ class Learner:
     @staticmethod
     def plan(spec: ModelSpec, **options: Any) -> list[tuple[str, int]]: ...
     def score(
-        self, tokens: I32, positions: I32, cu_seqlens: I32, targets: I32, *, temperature: float = 1.0, valid_vocab: int = 0,
-        entropy: bool = False, adapter: str = "live",
+        self,
+        tokens: I32,
+        positions: I32,
+        cu_seqlens: I32,
+        targets: I32,
+        *,
+        temperature: float = 1.0,
+        valid_vocab: int = 0,
+        entropy: bool = False,
+        adapter: str = "live",
     ) -> tuple[F32, F32 | None]: ...
     def forward(
-        self, tokens: I32, positions: I32, cu_seqlens: I32, targets: I32, *, temperature: float = 1.0, valid_vocab: int = 0,
+        self,
+        tokens: I32,
+        positions: I32,
+        cu_seqlens: I32,
+        targets: I32,
+        *,
+        temperature: float = 1.0,
+        valid_vocab: int = 0,
         entropy: bool = False,
     ) -> tuple[F32, F32 | None]: ...
     def backward(self, dlogp: F32, dentropy: F32 | None = None) -> None: ...
     def forward_backward(
-        self, tokens: I32, positions: I32, cu_seqlens: I32, targets: I32, dlogp: F32, dentropy: F32 | None = None, *,
-        temperature: float = 1.0, valid_vocab: int = 0,
+        self,
+        tokens: I32,
+        positions: I32,
+        cu_seqlens: I32,
+        targets: I32,
+        dlogp: F32,
+        dentropy: F32 | None = None,
+        *,
+        temperature: float = 1.0,
+        valid_vocab: int = 0,
     ) -> tuple[F32, F32 | None]: ...
     def discard_pending(self) -> None: ...
     def step(
-        self, learning_rate: float, *, max_grad_norm: float = 0.0, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+        self,
+        learning_rate: float,
+        *,
+        max_grad_norm: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> StepStats: ...
     def zero_gradients(self) -> None: ...
@@ -89,17 +118,38 @@ class Generator:
     """Shares the learner's weights and keeps the learner alive."""
 
     def __init__(
-        self, learner: Learner, *, max_sequences: int = 32, cache_tokens: int = 0, block_size: int = 16, valid_vocab: int = 0,
+        self,
+        learner: Learner,
+        *,
+        max_sequences: int = 32,
+        cache_tokens: int = 0,
+        block_size: int = 16,
+        valid_vocab: int = 0,
         prefill_chunk: int = 256,
     ) -> None: ...
     @staticmethod
     def plan(
-        spec: ModelSpec, *, max_sequences: int = 32, cache_tokens: int = 0, block_size: int = 16, valid_vocab: int = 0,
-        prefill_chunk: int = 256, lora_rank: int = 0,
+        spec: ModelSpec,
+        *,
+        max_sequences: int = 32,
+        cache_tokens: int = 0,
+        block_size: int = 16,
+        valid_vocab: int = 0,
+        prefill_chunk: int = 256,
+        lora_rank: int = 0,
     ) -> list[tuple[str, int]]: ...
     def add(
-        self, id: int, prompt: I32, *, max_new_tokens: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-        min_p: float = 0.0, seed: int = 0, stop_ids: Sequence[int] = (),
+        self,
+        id: int,
+        prompt: I32,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop_ids: Sequence[int] = (),
     ) -> None: ...
     def abort(self, id: int) -> bool: ...
     def step(self) -> list[tuple[int, int, float, str | None]]: ...  # id, token, logp, finish: None, "stop", "length"

@@ -7,12 +7,12 @@ import os
 import time
 from pathlib import Path
 
+import make_data
+from plot import terminal_plot, write_svg
 from rich.console import Console
 from rich.table import Table
 
-import make_data
 import surogate_rl
-from plot import terminal_plot, write_svg
 from surogate_rl.config import load_config
 
 HERE = Path(__file__).resolve().parent
@@ -46,7 +46,8 @@ def main() -> None:
     table.add_row(f"SFT, {sft.steps} steps", f"{sft.evaluation['eval_reward']:.2f}")
     table.add_row(f"GRPO, {grpo.steps} steps", f"{grpo.evaluation['eval_reward']:.2f}")
     console.print(table)
-    console.print(f"{time.perf_counter() - started:.0f} s in all. Model: {grpo.final_model}; plot: {picture}; every completion: {OUTPUT}/grpo/rollouts")
+    console.print(f"{time.perf_counter() - started:.0f} s in all. Model: {grpo.final_model}; plot: {picture}")
+    console.print(f"Every completion, token by token: {OUTPUT}/grpo/report.html")
 
 
 def fresh(directory: Path, overrides: list[str]) -> list[str]:

@@ -16,6 +16,6 @@ def mentioned(text: str, names: list[str]) -> set[str]:
 
 
 def names_the_right_person(completion: str, question: str, answer: str) -> float:
-    """1 if the completion names the right person and no other one of the story, however it is worded; a bare, exact answer earns 0.5 more."""
+    """1 if the completion names the right person and no other one of the story, however worded; a bare, exact answer earns 0.5 more."""
     right = mentioned(completion, people(question)) == {answer}
     return float(right) + 0.5 * float(completion.strip() == answer)

@@ -1,6 +1,6 @@
 """Trains, and compares the model before and after on held-out questions, with McNemar's test on the same questions.
 
-    python examples/smollm2_cpu/run.py --model PATH [--questions 200] [--set key=value]...
+python examples/smollm2_cpu/run.py --model PATH [--questions 200] [--set key=value]...
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 import surogate_rl
+from rewards import mentioned, people
 from surogate_rl.config import DatasetConfig, load_config
 from surogate_rl.data import encode_prompt, load_tasks
 from surogate_rl.learner import Learner
 from surogate_rl.models import adapter_settings, load_adapter, load_model
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.types import GenerateRequest, SamplingParams, Task
-
-from rewards import mentioned, people
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT_SEED = 1000

@@ -1,4 +1,4 @@
-"""Which rows make up which step: a shuffled order per epoch, a function of the seed and the step alone, so that a resumed run goes on exactly."""
+"""Which rows make up which step: a function of the seed and the step alone, so that a resumed run goes on exactly."""
 
 from __future__ import annotations
 

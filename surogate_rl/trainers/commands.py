@@ -29,7 +29,9 @@ def run_grpo(config: GrpoConfig, rewards: Sequence[Callable[..., Any]] = ()) -> 
     """`rewards` are Python functions beside those that the config names."""
     runner = load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers)
     try:
-        session = open_session("grpo", config, grpo.micro_batch_tokens(config), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab))
+        session = open_session(
+            "grpo", config, grpo.micro_batch_tokens(config), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab)
+        )
         return train(session, grpo.Grpo(session, config, runner))
     finally:
         runner.close()

@@ -1,7 +1,7 @@
 """An event loop on a thread of its own.
 
-The trainer calls the learner from its own thread while episodes, deadlines and reward processes live on this one, so that time-outs fire truly
-even while the learner works, and the whole runs inside a notebook (which already has a loop) as well.
+The trainer calls the learner from its own thread while episodes, deadlines and reward processes live on this one, so that time-outs
+fire truly even while the learner works, and the whole runs inside a notebook (which already has a loop) as well.
 """
 
 from __future__ import annotations

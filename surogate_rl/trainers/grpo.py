@@ -120,7 +120,10 @@ class Grpo:
             for number, kl in zip(batch.ids, reference_kl(batch), strict=True):
                 by_id[int(number)].per_sequence["reward_kl"] = float(kl)
         return [
-            [sequences[place, sample].per_sequence["reward_kl"] if (place, sample) in sequences else 0.0 for sample in range(len(group.episodes))]
+            [
+                sequences[place, sample].per_sequence["reward_kl"] if (place, sample) in sequences else 0.0
+                for sample in range(len(group.episodes))
+            ]
             for place, group in enumerate(groups)
         ]
 

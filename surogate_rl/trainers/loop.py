@@ -114,7 +114,9 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
                 if saved or (stop.is_set() and step != total):
                     _save(session, algorithm, step)
                 if stop.is_set() and step != total:
-                    raise Interrupted(f"stopped after step {step} of {total}; checkpoint saved in {session.store.newest()}; go on with --set resume=auto")
+                    raise Interrupted(
+                        f"stopped after step {step} of {total}; checkpoint saved in {session.store.newest()}; go on with --set resume=auto"
+                    )
             if config.eval is not None and total > done:
                 evaluate(total)
         final = save_final(session)

@@ -32,7 +32,9 @@ def plan(config: TrainConfig) -> Plan:
         context = min(config.sequence_len, spec.max_positions)
         parts += [
             (f"sampler: {name}", size)
-            for name, size in _core.Generator.plan(spec, max_sequences=rollouts.max_sequences, cache_tokens=rollouts.max_sequences * context)
+            for name, size in _core.Generator.plan(
+                spec, max_sequences=rollouts.max_sequences, cache_tokens=rollouts.max_sequences * context
+            )
         ]
         if config.loss.beta > 0 and not config.lora:
             parts += [(f"reference: {name}", size) for name, size in Learner.plan(spec, max_tokens=tokens, trainable=False)]
@@ -60,8 +62,10 @@ def step_lines(config: TrainConfig, tokens: int) -> list[str]:
     lines = [f"micro-batches of at most {tokens} tokens"]
     if isinstance(config, GrpoConfig):
         rollouts, loss = config.rollouts, config.loss
-        lines.append(f"a step samples {rollouts.prompts_per_step} prompts x {rollouts.num_generations} completions of at most {rollouts.max_completion_length} tokens")
-        lines.append(f"and makes {loss.num_iterations * loss.num_minibatches} update(s): {loss.num_iterations} pass(es) of {loss.num_minibatches} minibatch(es)")
+        completions = f"{rollouts.prompts_per_step} prompts x {rollouts.num_generations} completions"
+        updates = loss.num_iterations * loss.num_minibatches
+        lines.append(f"a step samples {completions} of at most {rollouts.max_completion_length} tokens")
+        lines.append(f"and makes {updates} update(s): {loss.num_iterations} pass(es) of {loss.num_minibatches} minibatch(es)")
     else:
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
         unit = "pairs" if isinstance(config, DpoConfig) else f"packs of {config.sequence_len} tokens" if config.packing else "examples"
@@ -69,7 +73,7 @@ def step_lines(config: TrainConfig, tokens: int) -> list[str]:
     if config.max_steps > 0:
         lines.append(f"{config.max_steps} steps (max_steps)")
     else:
-        lines.append(f"{config.num_train_epochs:g} epoch(s) of the data (num_train_epochs); their number of steps is known once the data is read")
+        lines.append(
+            f"{config.num_train_epochs:g} epoch(s) of the data (num_train_epochs); their number of steps is known once the data is read"
+        )
     return lines
-
-

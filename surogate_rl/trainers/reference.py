@@ -46,7 +46,9 @@ class Reference:
             return
         alpha = np.float32(loss.ref_model_mixup_alpha)
         old = dict(self._learner.weights())
-        self._learner.load_weights((name, alpha * value + (np.float32(1) - alpha) * old[name]) for name, value in self._session.learner.weights())
+        self._learner.load_weights(
+            (name, alpha * value + (np.float32(1) - alpha) * old[name]) for name, value in self._session.learner.weights()
+        )
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What a checkpoint must keep: the reference's weights once they may differ from the initial ones."""

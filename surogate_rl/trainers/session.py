@@ -68,7 +68,7 @@ def make_learner(config: TrainConfig, loaded: LoadedModel, max_tokens: int) -> L
 
 
 def open_session(command: str, config: TrainConfig, max_tokens: int, logp: Callable[[LoadedModel], LogpSettings]) -> Session:
-    """Loads the model into a learner for micro-batches of `max_tokens` tokens. Nothing is written before all that can fail early has passed."""
+    """Loads the model into a learner for micro-batches of `max_tokens` tokens; writes nothing before that has succeeded."""
     loaded = load_model(config.model, tokenizer=config.tokenizer, chat_template=config.chat_template, init=config.init, seed=config.seed)
     learner = make_learner(config, loaded, max_tokens)
     learner.load_weights(loaded.weights())

@@ -32,7 +32,8 @@ class HeldOut:
     def __call__(self, step: int) -> dict[str, float]:
         if self._loss is not None:
             return {"eval_loss": self._loss()}
-        assert self._rollouts is not None and self._rewards is not None
+        assert self._rollouts is not None
+        assert self._rewards is not None
         self._rollouts.weights_changed(step)
         return self._rewards(step)
 

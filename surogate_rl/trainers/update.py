@@ -109,7 +109,8 @@ class Updater:
         """Score everything, ask the objective once, then run each micro-batch with its share of the seeds."""
         temperature, valid_vocab = self.logp.temperature, self.logp.valid_vocab
         scored = [
-            self.learner.score(batch, temperature=temperature, valid_vocab=valid_vocab, entropy=objective.needs_entropy) for batch in batches
+            self.learner.score(batch, temperature=temperature, valid_vocab=valid_vocab, entropy=objective.needs_entropy)
+            for batch in batches
         ]
         result = step_seeds(objective, [stats.logp for stats in scored], [stats.entropy for stats in scored], batches, totals)
         if not result.finite:
@@ -127,6 +128,7 @@ class Updater:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.config.max_skipped_steps:
             raise TooManySkippedSteps(
-                f"{self.skipped_in_a_row} optimiser updates in a row had a loss or gradient that is not finite (last loss: {loss}); weights and "
-                f"optimiser state are as before the first of them. Lower learning_rate or max_grad_norm, or look for broken rows or rewards."
+                f"{self.skipped_in_a_row} optimiser updates in a row had a loss or gradient that is not finite (last loss: {loss}); "
+                "weights and optimiser state are as before the first of them. "
+                "Lower learning_rate or max_grad_norm, or look for broken rows or rewards."
             )

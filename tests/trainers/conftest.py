@@ -17,7 +17,8 @@ TINY = ROOT / "examples" / "quickstart" / "tiny"
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = importlib.util.spec_from_file_location("make_data", ROOT / "examples" / "quickstart" / "make_data.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     directory = tmp_path_factory.mktemp("data")

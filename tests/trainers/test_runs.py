@@ -118,7 +118,9 @@ def test_interrupt_saves_and_says_so(base: Make, tmp_path: Path) -> None:
 def test_a_second_run_does_not_overwrite_the_first(base: Make) -> None:
     config = base("sft", save_steps=2)
     surogate_rl.sft(config)
-    with pytest.raises(ValueError, match="holds checkpoints of an earlier run .* set resume: auto to go on from it, or choose another output_dir"):
+    with pytest.raises(
+        ValueError, match=r"holds checkpoints of an earlier run .* set resume: auto to go on from it, or choose another output_dir"
+    ):
         surogate_rl.sft(config)
 
 
@@ -167,7 +169,7 @@ def test_sft_follows_a_reference_loop_in_torch(base: Make, data: Path, tmp_path:
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3)
     order = StepOrder(len(rows), size, seed=3)
     for step in range(1, steps + 1):
-        batch = [tokenizer(rows[i]["prompt"] + rows[i]["completion"]).input_ids + [tokenizer.eos_token_id] for i in order(step)]
+        batch = [[*tokenizer(rows[i]["prompt"] + rows[i]["completion"]).input_ids, tokenizer.eos_token_id] for i in order(step)]
         ids = torch.tensor(batch)
         labels = ids.clone()
         labels[:, : len(rows[0]["prompt"])] = -100
