@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 CONSTRAINTS := tests/constraints.txt
-PY_DIRS := surogate_rl rewards rollouts tests examples benchmarks docs
+PY_DIRS := surogate_rl/ rewards rollouts tests examples benchmarks docs
 CPP_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc rewards rollouts surogate_rl/ -type f \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.pyi' \))
 # everything that pytest runs but what needs minutes of its own: `make test PYTEST_ARGS="-m slow"` runs that
@@ -30,9 +30,9 @@ test: install lint cpp-test
 
 # the core's own tests, under the address and undefined-behaviour sanitizers
 cpp-test: install
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DSUROGATE_TESTS=ON -DSUROGATE_SANITIZE=ON -DSUROGATE_BINDING=OFF -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
-	$(BIN)/cmake --build build/sanitize
-	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	PATH="$(abspath $(BIN)):$$PATH" cmake --preset sanitize -DPython_EXECUTABLE=$(abspath $(BIN)/python)
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build --preset sanitize
+	PATH="$(abspath $(BIN)):$$PATH" ctest --preset sanitize
 
 lint: install
 	$(BIN)/ruff check $(PY_DIRS)
