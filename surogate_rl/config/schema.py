@@ -131,6 +131,10 @@ class RolloutsConfig(SamplingConfig):
     )
     max_completion_length: PositiveInt = Field(default=256, description="new tokens of a completion at the most")
     max_sequences: PositiveInt = Field(default=64, description="sequences decoded together by the native engine")
+    kv_cache_gb: PositiveFloat | None = Field(
+        default=None,
+        description="the native engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the free memory",
+    )
     max_staleness: NonNegativeInt = Field(default=0, description="versions by which rollouts may lag the learner; 0: on-policy")
     reward_workers: PositiveInt = Field(default=2, description="processes that run the rewards")
 

@@ -34,6 +34,12 @@ def micro_batch_tokens(config: GrpoConfig) -> int:
     return config.per_device_train_batch_size * config.sequence_len
 
 
+def sequences_together(config: GrpoConfig) -> int:
+    """A step never has more completions under way than it asks for; evaluation shares the same places."""
+    rollouts = config.rollouts
+    return min(rollouts.max_sequences, rollouts.prompts_per_step * rollouts.num_generations)
+
+
 class Grpo:
     def __init__(self, session: Session, config: GrpoConfig, rewards: RewardRunner) -> None:
         self._session, self._config, self._rewards = session, config, rewards
@@ -50,7 +56,7 @@ class Grpo:
         self._objective = make_objective(config.loss, command="grpo", max_completion_length=rollouts.max_completion_length)
         self._logp = session.updater.logp
         self._reference = Reference(session, config) if self._objective.needs_reference else None
-        self._rollouts = Rollouts(session, rollouts.max_sequences, rollouts.max_completion_length)
+        self._rollouts = Rollouts(session, sequences_together(config), rollouts.kv_cache_gb)
         self._manager = self._rollouts.manager(rewards, config.environment, rollouts.max_completion_length, config.seed)
         self._sampling = self._rollouts.sampling(rollouts)
         self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None

@@ -9,6 +9,7 @@ from surogate_rl.config.schema import DpoConfig, GrpoConfig, SftConfig, TrainCon
 from surogate_rl.learner import Learner
 from surogate_rl.models import inspect_model
 from surogate_rl.trainers import dpo, grpo, sft
+from surogate_rl.trainers.kv_cache import available_bytes, cache_tokens
 from surogate_rl.trainers.session import learner_options, memory_limit
 
 
@@ -24,18 +25,13 @@ def plan(config: TrainConfig) -> Plan:
     """Raises what loading the model's config raises (missing directory, unknown family...)."""
     spec = inspect_model(config.model, tokenizer=config.tokenizer).spec
     tokens = micro_batch_tokens(config)
-    parts: list[tuple[str, int]] = [
-        (f"learner: {name}", size) for name, size in Learner.plan(spec, **learner_options(config, tokens, config.recompute == "block"))
-    ]
+    parts = [(f"learner: {name}", size) for name, size in learner_plan(config, spec, tokens)]
     if isinstance(config, GrpoConfig):
-        rollouts = config.rollouts
         context = min(config.sequence_len, spec.max_positions)
-        parts += [
-            (f"sampler: {name}", size)
-            for name, size in _core.Generator.plan(
-                spec, max_sequences=rollouts.max_sequences, cache_tokens=rollouts.max_sequences * context
-            )
-        ]
+        sequences = grpo.sequences_together(config)
+        tokens_cached = cache_tokens(spec, sequences, context, config.rollouts.kv_cache_gb)
+        sampler = _core.Generator.plan(spec, max_sequences=sequences, cache_tokens=tokens_cached)
+        parts += [(f"sampler: {name}", size) for name, size in sampler]
         if config.loss.beta > 0 and not config.lora:
             parts += [(f"reference: {name}", size) for name, size in Learner.plan(spec, max_tokens=tokens, trainable=False)]
     total = sum(size for _, size in parts)
@@ -46,6 +42,15 @@ def plan(config: TrainConfig) -> Plan:
         lines.append(f"  {'memory_limit_gb':<44} {limit / 2**20:>10.1f} MiB")
     lines += ["steps", *(f"  {line}" for line in step_lines(config, tokens))]
     return Plan(lines, total)
+
+
+def learner_plan(config: TrainConfig, spec: _core.ModelSpec, tokens: int) -> list[tuple[str, int]]:
+    """With `recompute: auto`, what would be chosen now."""
+    recompute = config.recompute == "block"
+    parts = Learner.plan(spec, **learner_options(config, tokens, recompute))
+    if config.recompute == "auto" and sum(size for _, size in parts) > (memory_limit(config) or available_bytes()):
+        parts = Learner.plan(spec, **learner_options(config, tokens, True))
+    return parts
 
 
 def micro_batch_tokens(config: TrainConfig) -> int:

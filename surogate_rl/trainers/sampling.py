@@ -13,6 +13,7 @@ from surogate_rl.rollouts.episode import EpisodeRunner, Limits
 from surogate_rl.rollouts.manager import Group, RolloutManager
 from surogate_rl.rollouts.types import SamplingParams, Task
 from surogate_rl.trainers.event_loop import EventLoop
+from surogate_rl.trainers.kv_cache import cache_tokens
 from surogate_rl.trainers.session import Session
 
 
@@ -20,19 +21,19 @@ class Rollouts:
     """Samples with the session's learner. One engine serves every manager made here.
 
     Args:
-        max_sequences: sequences decoded together.
-        max_new_tokens: the longest completion that will be asked for, which sizes the KV cache.
+        sequences: decoded together, at the most.
+        kv_cache_gb: bound of the cache; None: a part of what is free.
     """
 
-    def __init__(self, session: Session, max_sequences: int, max_new_tokens: int) -> None:
+    def __init__(self, session: Session, sequences: int, kv_cache_gb: float | None = None) -> None:
         config, loaded = session.config, session.loaded
         self._session = session
         self.loop = EventLoop()
         self.engine = NativeEngine(
             session.learner,
             tokenizer=loaded.tokenizer,
-            max_sequences=max_sequences,
-            cache_tokens=max_sequences * min(config.sequence_len, loaded.spec.max_positions),
+            max_sequences=sequences,
+            cache_tokens=cache_tokens(loaded.spec, sequences, min(config.sequence_len, loaded.spec.max_positions), kv_cache_gb),
             valid_vocab=loaded.valid_vocab,
         )
 

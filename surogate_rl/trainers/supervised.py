@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from surogate_rl.batch import PackedBatch
 from surogate_rl.config.schema import TrainConfig
-from surogate_rl.trainers.evaluation import RewardEvaluation, completion_length
+from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.sampling import Rollouts
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.update import LogpSettings, UpdateResult
@@ -24,7 +24,7 @@ class HeldOut:
         self._rollouts: Rollouts | None = None
         self._rewards: RewardEvaluation | None = None
         if config.rewards:
-            self._rollouts = Rollouts(session, MAX_EVAL_SEQUENCES, completion_length(session, config))
+            self._rollouts = Rollouts(session, MAX_EVAL_SEQUENCES)
             self._rewards = RewardEvaluation(session, config, self._rollouts)
         else:
             self._loss = make_loss()
