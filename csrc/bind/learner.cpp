@@ -69,7 +69,8 @@ struct ArrayBatch {
     Int32Array tokens, positions, cu_seqlens, targets;
     Batch batch;
 
-    ArrayBatch(const char* op, const py::object& tokens_in, const py::object& positions_in, const py::object& cu_seqlens_in, const py::object& targets_in)
+    ArrayBatch(const char* op, const py::object& tokens_in, const py::object& positions_in, const py::object& cu_seqlens_in,
+               const py::object& targets_in)
         : tokens(int32_vector(op, "tokens", tokens_in)),
           positions(int32_vector(op, "positions", positions_in, tokens.shape(0))),
           cu_seqlens(int32_vector(op, "cu_seqlens", cu_seqlens_in)),
@@ -159,33 +160,35 @@ void bind_learner(py::module_& module) {
                    ", step=" + std::to_string(stats.step) + ")";
         });
 
-    py::class_<Handle, std::shared_ptr<Handle>>(module, "Learner", "One model: log-probabilities, gradients, optimiser. Calls from several threads queue up.")
-        .def(py::init([](const ModelSpec& spec, std::int64_t max_tokens, int threads, std::int64_t head_rows, bool trainable, bool recompute,
-                         std::int64_t lora_rank, double lora_alpha, const std::vector<std::string>& lora_targets, std::uint64_t seed,
-                         std::size_t memory_limit) {
+    py::class_<Handle, std::shared_ptr<Handle>>(module, "Learner",
+                                                "One model: log-probabilities, gradients, optimiser. Calls from several threads queue up.")
+        .def(py::init([](const ModelSpec& spec, std::int64_t max_tokens, int threads, std::int64_t head_rows, bool trainable,
+                         bool recompute, std::int64_t lora_rank, double lora_alpha, const std::vector<std::string>& lora_targets,
+                         std::uint64_t seed, std::size_t memory_limit) {
                  require(threads >= 0, "Learner", "threads", "a positive number, or 0 for one per core", threads);
                  const LearnerOptions options =
                      make_options(max_tokens, head_rows, trainable, recompute, lora_rank, lora_alpha, lora_targets, seed, memory_limit);
                  py::gil_scoped_release release;
                  return std::make_shared<Handle>(std::shared_ptr<Backend>(make_cpu_backend({threads})), spec, options);
              }),
-             py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("threads") = 0, py::arg("head_rows") = 0, py::arg("trainable") = true,
-             py::arg("recompute") = false, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
+             py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("threads") = 0, py::arg("head_rows") = 0,
+             py::arg("trainable") = true, py::arg("recompute") = false, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
              py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0, py::arg("memory_limit") = 0)
         .def_static(
             "plan",
-            [](const ModelSpec& spec, std::int64_t max_tokens, int, std::int64_t head_rows, bool trainable, bool recompute, std::int64_t lora_rank,
-               double lora_alpha, const std::vector<std::string>& lora_targets, std::uint64_t seed, std::size_t memory_limit) {
-                return memory_list(Learner::plan(
-                    spec, make_options(max_tokens, head_rows, trainable, recompute, lora_rank, lora_alpha, lora_targets, seed, memory_limit)));
+            [](const ModelSpec& spec, std::int64_t max_tokens, int, std::int64_t head_rows, bool trainable, bool recompute,
+               std::int64_t lora_rank, double lora_alpha, const std::vector<std::string>& lora_targets, std::uint64_t seed,
+               std::size_t memory_limit) {
+                return memory_list(Learner::plan(spec, make_options(max_tokens, head_rows, trainable, recompute, lora_rank, lora_alpha,
+                                                                    lora_targets, seed, memory_limit)));
             },
-            py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("threads") = 0, py::arg("head_rows") = 0, py::arg("trainable") = true,
-            py::arg("recompute") = false, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
+            py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("threads") = 0, py::arg("head_rows") = 0,
+            py::arg("trainable") = true, py::arg("recompute") = false, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
             py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0, py::arg("memory_limit") = 0)
         .def(
             "score",
-            [](Handle& handle, const py::object& tokens, const py::object& positions, const py::object& cu_seqlens, const py::object& targets,
-               double temperature, std::int64_t valid_vocab, bool entropy, const std::string& adapter) {
+            [](Handle& handle, const py::object& tokens, const py::object& positions, const py::object& cu_seqlens,
+               const py::object& targets, double temperature, std::int64_t valid_vocab, bool entropy, const std::string& adapter) {
                 const ArrayBatch arrays("score", tokens, positions, cu_seqlens, targets);
                 const PassOptions options = pass_options(temperature, valid_vocab, entropy, adapter_use("score", adapter));
                 return to_tuple(locked(handle, [&](Learner& learner) { return learner.score(arrays.batch, options); }), entropy);
@@ -194,8 +197,8 @@ void bind_learner(py::module_& module) {
             py::arg("valid_vocab") = 0, py::arg("entropy") = false, py::arg("adapter") = "live")
         .def(
             "forward",
-            [](Handle& handle, const py::object& tokens, const py::object& positions, const py::object& cu_seqlens, const py::object& targets,
-               double temperature, std::int64_t valid_vocab, bool entropy) {
+            [](Handle& handle, const py::object& tokens, const py::object& positions, const py::object& cu_seqlens,
+               const py::object& targets, double temperature, std::int64_t valid_vocab, bool entropy) {
                 const ArrayBatch arrays("forward", tokens, positions, cu_seqlens, targets);
                 const PassOptions options = pass_options(temperature, valid_vocab, entropy, AdapterUse::Live);
                 return to_tuple(locked(handle, [&](Learner& learner) { return learner.forward(arrays.batch, options); }), entropy);
@@ -219,8 +222,9 @@ void bind_learner(py::module_& module) {
             py::arg("dlogp"), py::arg("dentropy") = py::none())
         .def(
             "forward_backward",
-            [](Handle& handle, const py::object& tokens, const py::object& positions, const py::object& cu_seqlens, const py::object& targets,
-               const py::object& dlogp, const py::object& dentropy, double temperature, std::int64_t valid_vocab) {
+            [](Handle& handle, const py::object& tokens, const py::object& positions, const py::object& cu_seqlens,
+               const py::object& targets, const py::object& dlogp, const py::object& dentropy, double temperature,
+               std::int64_t valid_vocab) {
                 const char* op = "forward_backward";
                 const ArrayBatch arrays(op, tokens, positions, cu_seqlens, targets);
                 const bool entropy = !dentropy.is_none();
@@ -230,17 +234,20 @@ void bind_learner(py::module_& module) {
                 const float* d_entropy_data = entropy ? d_entropy.data() : nullptr;
                 const PassOptions options = pass_options(temperature, valid_vocab, entropy, AdapterUse::Live);
                 return to_tuple(
-                    locked(handle, [&](Learner& learner) { return learner.forward_backward(arrays.batch, options, d_logp_data, d_entropy_data); }),
+                    locked(handle,
+                           [&](Learner& learner) { return learner.forward_backward(arrays.batch, options, d_logp_data, d_entropy_data); }),
                     entropy);
             },
-            py::arg("tokens"), py::arg("positions"), py::arg("cu_seqlens"), py::arg("targets"), py::arg("dlogp"), py::arg("dentropy") = py::none(),
-            py::kw_only(), py::arg("temperature") = 1.0, py::arg("valid_vocab") = 0)
+            py::arg("tokens"), py::arg("positions"), py::arg("cu_seqlens"), py::arg("targets"), py::arg("dlogp"),
+            py::arg("dentropy") = py::none(), py::kw_only(), py::arg("temperature") = 1.0, py::arg("valid_vocab") = 0)
         .def("discard_pending", [](Handle& handle) { locked(handle, [](Learner& learner) { learner.discard_pending(); }); })
         .def(
             "step",
-            [](Handle& handle, double learning_rate, double max_grad_norm, double beta1, double beta2, double epsilon, double weight_decay) {
-                const StepOptions options{static_cast<float>(learning_rate), static_cast<float>(max_grad_norm), static_cast<float>(beta1),
-                                          static_cast<float>(beta2),         static_cast<float>(epsilon),       static_cast<float>(weight_decay)};
+            [](Handle& handle, double learning_rate, double max_grad_norm, double beta1, double beta2, double epsilon,
+               double weight_decay) {
+                const StepOptions options{static_cast<float>(learning_rate), static_cast<float>(max_grad_norm),
+                                          static_cast<float>(beta1),         static_cast<float>(beta2),
+                                          static_cast<float>(epsilon),       static_cast<float>(weight_decay)};
                 return locked(handle, [&](Learner& learner) { return learner.step(options); });
             },
             py::arg("learning_rate"), py::kw_only(), py::arg("max_grad_norm") = 0.0, py::arg("beta1") = 0.9, py::arg("beta2") = 0.999,
@@ -263,9 +270,11 @@ void bind_learner(py::module_& module) {
             },
             py::arg("name"), py::arg("value"))
         .def(
-            "export", [](Handle& handle, const std::string& name) { return export_tensor<&Learner::tensors>(handle, "export", name); }, py::arg("name"))
+            "export", [](Handle& handle, const std::string& name) { return export_tensor<&Learner::tensors>(handle, "export", name); },
+            py::arg("name"))
         .def(
-            "gradient", [](Handle& handle, const std::string& name) { return export_tensor<&Learner::gradients>(handle, "gradient", name); },
+            "gradient",
+            [](Handle& handle, const std::string& name) { return export_tensor<&Learner::gradients>(handle, "gradient", name); },
             py::arg("name"))
         .def(
             "add_to_gradient",
@@ -284,7 +293,8 @@ void bind_learner(py::module_& module) {
         .def("optimizer_state",
              [](Handle& handle) {
                  py::list result;
-                 for (const NamedTensor& named : handle.learner.optimizer_state()) result.append(py::make_tuple(named.name, shape_of(named)));
+                 for (const NamedTensor& named : handle.learner.optimizer_state())
+                     result.append(py::make_tuple(named.name, shape_of(named)));
                  return result;
              })
         .def(
@@ -295,7 +305,9 @@ void bind_learner(py::module_& module) {
             py::arg("name"), py::arg("value"))
         .def(
             "export_optimizer",
-            [](Handle& handle, const std::string& name) { return export_tensor<&Learner::optimizer_state>(handle, "export_optimizer", name); },
+            [](Handle& handle, const std::string& name) {
+                return export_tensor<&Learner::optimizer_state>(handle, "export_optimizer", name);
+            },
             py::arg("name"))
         .def_property(
             "update_count", [](Handle& handle) { return locked(handle, [](Learner& learner) { return learner.update_count(); }); },

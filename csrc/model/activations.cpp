@@ -9,9 +9,8 @@ namespace {
 
 std::int64_t count_targets(const LoraOptions& lora, std::initializer_list<Linear> linears) {
     if (!lora.enabled()) return 0;
-    return std::count_if(linears.begin(), linears.end(), [&](Linear linear) {
-        return std::find(lora.targets.begin(), lora.targets.end(), linear) != lora.targets.end();
-    });
+    return std::count_if(linears.begin(), linears.end(),
+                         [&](Linear linear) { return std::find(lora.targets.begin(), lora.targets.end(), linear) != lora.targets.end(); });
 }
 
 BlockActivations take_block(Arena& arena, const ModelSpec& spec, const LoraOptions& lora, std::int64_t tokens) {
@@ -44,8 +43,8 @@ BlockActivations take_block(Arena& arena, const ModelSpec& spec, const LoraOptio
 
 BlockActivations BlockActivations::first(std::int64_t tokens) const {
     BlockActivations view = *this;
-    for (Tensor* tensor : {&view.attention_in, &view.qkv, &view.raw_qk, &view.qk_rstd, &view.attention_out, &view.lse, &view.middle, &view.mlp_in,
-                           &view.gate_up, &view.qkv_low, &view.o_low, &view.gate_up_low, &view.down_low}) {
+    for (Tensor* tensor : {&view.attention_in, &view.qkv, &view.raw_qk, &view.qk_rstd, &view.attention_out, &view.lse, &view.middle,
+                           &view.mlp_in, &view.gate_up, &view.qkv_low, &view.o_low, &view.gate_up_low, &view.down_low}) {
         if (!tensor->empty()) *tensor = first_rows(*tensor, tokens);
     }
     for (Tensor* tensor : {&view.attention_rstd, &view.mlp_rstd}) *tensor = first_values(*tensor, tokens);
@@ -54,9 +53,8 @@ BlockActivations BlockActivations::first(std::int64_t tokens) const {
 
 Scratch Scratch::first(std::int64_t tokens) const {
     Scratch view = *this;
-    for (Tensor* tensor :
-         {&view.activated, &view.branch, &view.d_stream, &view.d_branch, &view.d_activated, &view.d_gate_up, &view.d_attention_out, &view.d_qkv,
-          &view.d_low}) {
+    for (Tensor* tensor : {&view.activated, &view.branch, &view.d_stream, &view.d_branch, &view.d_activated, &view.d_gate_up,
+                           &view.d_attention_out, &view.d_qkv, &view.d_low}) {
         if (!tensor->empty()) *tensor = first_rows(*tensor, tokens);
     }
     return view;

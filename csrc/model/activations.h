@@ -44,21 +44,21 @@ struct Scratch {
 
 /// Buffers of the LM head: one chunk of R rows, and numbers of all rows with a target.
 struct HeadBuffers {
-    Tensor rows, normed;    // [R, C]: gathered rows of the last block's output, and normed
-    Tensor rstd;            // [R]
-    Tensor logits;          // [R, V]
-    Tensor low;             // [R, r]
-    Tensor d_normed;        // [R, C]; backward only
-    Tensor d_rows;          // [R, C]
-    Tensor d_low;           // [R, r]
-    Tensor index, targets;  // [T] int32
+    Tensor rows, normed;                           // [R, C]: gathered rows of the last block's output, and normed
+    Tensor rstd;                                   // [R]
+    Tensor logits;                                 // [R, V]
+    Tensor low;                                    // [R, r]
+    Tensor d_normed;                               // [R, C]; backward only
+    Tensor d_rows;                                 // [R, C]
+    Tensor d_low;                                  // [R, r]
+    Tensor index, targets;                         // [T] int32
     Tensor logp, entropy, lse, d_logp, d_entropy;  // [T]
 };
 
 struct Activations {
-    Tensor tokens, positions;               // [T] int32
-    std::vector<Tensor> stream;             // the residual stream before each block and behind the last; a single one without a backward
-    std::vector<BlockActivations> blocks;   // one per layer, or a single one if nothing is kept
+    Tensor tokens, positions;              // [T] int32
+    std::vector<Tensor> stream;            // the residual stream before each block and behind the last; a single one without a backward
+    std::vector<BlockActivations> blocks;  // one per layer, or a single one if nothing is kept
     Scratch scratch;
     HeadBuffers head;
 };
@@ -69,9 +69,7 @@ std::int64_t head_chunk_rows(const ModelSpec& spec, const LearnerOptions& option
 Activations lay_out_activations(Arena& arena, const ModelSpec& spec, const LearnerOptions& options);
 
 /// The first `count` rows of a [T, ...] matrix.
-inline Tensor first_rows(const Tensor& tensor, std::int64_t count) {
-    return tensor.row_range(0, count);
-}
+inline Tensor first_rows(const Tensor& tensor, std::int64_t count) { return tensor.row_range(0, count); }
 /// The first `count` numbers of a vector.
 inline Tensor first_values(const Tensor& tensor, std::int64_t count) {
     Tensor view = tensor.column_range(0, count);

@@ -68,9 +68,7 @@ Tensor Arena::take(std::int64_t rows, std::int64_t columns, DType dtype) {
     return matrix(place(static_cast<std::size_t>(rows * columns) * size_of(dtype)), rows, columns, dtype, device);
 }
 
-Tensor Arena::take_vector(std::int64_t size, DType dtype) {
-    return take(1, size, dtype);
-}
+Tensor Arena::take_vector(std::int64_t size, DType dtype) { return take(1, size, dtype); }
 
 std::vector<MemoryItem> Arena::items() const {
     std::vector<MemoryItem> result;

@@ -10,8 +10,8 @@
 
 namespace surogate {
 
-/// Memory that is planned as a whole before any of it is taken. The same layout code runs twice: first to measure (every view is without data),
-/// then, after `allocate`, to get views of the buffers, one buffer per item.
+/// Memory that is planned as a whole before any of it is taken. The same layout code runs twice: first to measure (every view is without
+/// data), then, after `allocate`, to get views of the buffers, one buffer per item.
 class Arena {
    public:
     Arena() = default;

@@ -16,7 +16,8 @@ void check_options(const ModelSpec& spec, const LearnerOptions& options) {
     const LoraOptions& lora = options.lora;
     require(lora.rank >= 0, "Learner", "lora_rank", "a positive number, or 0 for no adapter", lora.rank);
     if (!lora.enabled()) {
-        require(lora.targets.empty(), "Learner", "lora_targets", "none without a lora_rank", std::to_string(lora.targets.size()) + " targets");
+        require(lora.targets.empty(), "Learner", "lora_targets", "none without a lora_rank",
+                std::to_string(lora.targets.size()) + " targets");
         return;
     }
     require(std::isfinite(lora.alpha) && lora.alpha > 0.0f, "Learner", "lora_alpha", "a positive number", lora.alpha);
@@ -27,8 +28,10 @@ void check_options(const ModelSpec& spec, const LearnerOptions& options) {
             fail("Learner: lora_targets: '", name_of(lora.targets[i]), "' is named twice");
         }
         if (lora.targets[i] == Linear::Head && spec.tied) {
-            fail("Learner: lora_targets: 'lm_head' shares its weight with the embedding in this model, and an adapter on one of the two cannot be merged "
-                 "into the shared weight; leave it out of the targets");
+            fail(
+                "Learner: lora_targets: 'lm_head' shares its weight with the embedding in this model, and an adapter on one of the two "
+                "cannot be merged "
+                "into the shared weight; leave it out of the targets");
         }
     }
 }
@@ -36,7 +39,8 @@ void check_options(const ModelSpec& spec, const LearnerOptions& options) {
 void check_batch(const char* op, const ModelSpec& spec, const LearnerOptions& options, const Batch& batch, const PassOptions& pass) {
     const std::int64_t size = batch.size;
     if (size > options.max_tokens) {
-        fail(op, ": tokens: expected at most max_tokens = ", options.max_tokens, " (what this learner's memory was planned for), got ", size);
+        fail(op, ": tokens: expected at most max_tokens = ", options.max_tokens, " (what this learner's memory was planned for), got ",
+             size);
     }
     require(std::isfinite(pass.temperature) && pass.temperature > 0.0f, op, "temperature", "a positive number", pass.temperature);
     if (pass.valid_vocab < 0 || pass.valid_vocab > spec.vocab) {
@@ -48,7 +52,8 @@ void check_batch(const char* op, const ModelSpec& spec, const LearnerOptions& op
     if (segments.cu_seqlens[0] != 0) fail(op, ": cu_seqlens[0]: expected 0, got ", segments.cu_seqlens[0]);
     for (std::int64_t s = 0; s < segments.count; ++s) {
         if (segments.cu_seqlens[s + 1] <= segments.cu_seqlens[s]) {
-            fail(op, ": cu_seqlens[", s + 1, "]: expected more than the one before (", segments.cu_seqlens[s], "), got ", segments.cu_seqlens[s + 1]);
+            fail(op, ": cu_seqlens[", s + 1, "]: expected more than the one before (", segments.cu_seqlens[s], "), got ",
+                 segments.cu_seqlens[s + 1]);
         }
     }
     if (segments.cu_seqlens[segments.count] != size) {
@@ -62,8 +67,8 @@ void check_batch(const char* op, const ModelSpec& spec, const LearnerOptions& op
             fail(op, ": positions[", t, "]: expected a position in [0, ", spec.max_positions, "), got ", batch.positions[t]);
         }
         if (batch.targets[t] >= valid) {
-            fail(op, ": targets[", t, "]: expected an id below ", pass.valid_vocab > 0 ? "valid_vocab = " : "the vocabulary's ", valid, ", got ",
-                 batch.targets[t]);
+            fail(op, ": targets[", t, "]: expected an id below ", pass.valid_vocab > 0 ? "valid_vocab = " : "the vocabulary's ", valid,
+                 ", got ", batch.targets[t]);
         }
     }
 }

@@ -11,15 +11,9 @@ namespace {
 AdapterGroup qkv_adapters(const ModelSpec& spec, const BlockWeights& w) {
     return {{w.q_lora, 0}, {w.k_lora, spec.q_columns()}, {w.v_lora, spec.q_columns() + spec.kv_columns()}};
 }
-AdapterGroup o_adapter(const BlockWeights& w) {
-    return {{w.o_lora, 0}};
-}
-AdapterGroup gate_up_adapters(const ModelSpec& spec, const BlockWeights& w) {
-    return {{w.gate_lora, 0}, {w.up_lora, spec.ffn}};
-}
-AdapterGroup down_adapter(const BlockWeights& w) {
-    return {{w.down_lora, 0}};
-}
+AdapterGroup o_adapter(const BlockWeights& w) { return {{w.o_lora, 0}}; }
+AdapterGroup gate_up_adapters(const ModelSpec& spec, const BlockWeights& w) { return {{w.gate_lora, 0}, {w.up_lora, spec.ffn}}; }
+AdapterGroup down_adapter(const BlockWeights& w) { return {{w.down_lora, 0}}; }
 
 void linear_gradients(Backend& backend, const Tensor& dw, const Tensor& db, const Tensor& dy, const Tensor& x) {
     if (!dw.empty()) backend.linear_backward_weight(dw, dy, x, 1.0f);
@@ -42,8 +36,8 @@ void block_forward(const PassContext& pass, std::int64_t layer, const BlockWeigh
     backend.rmsnorm_forward(kept.attention_in, kept.attention_rstd, x, w.input_norm, spec.norm_eps);
     backend.linear_forward(kept.qkv, kept.attention_in, w.qkv, w.qkv_bias, 1.0f, 0.0f);
     adapter_forward(backend, qkv_adapters(spec, w), kept.qkv, kept.qkv_low, kept.attention_in, pass.lora_scale);
-    backend.qk_norm_rope_forward(kept.qkv, kept.raw_qk, kept.qk_rstd, w.q_norm, w.k_norm, pass.rope_cos, pass.rope_sin, pass.positions, shape,
-                                 spec.norm_eps);
+    backend.qk_norm_rope_forward(kept.qkv, kept.raw_qk, kept.qk_rstd, w.q_norm, w.k_norm, pass.rope_cos, pass.rope_sin, pass.positions,
+                                 shape, spec.norm_eps);
     backend.attention_forward(kept.attention_out, kept.lse, kept.qkv, pass.segments, shape);
     backend.linear_forward(scratch.branch, kept.attention_out, w.o, w.o_bias, 1.0f, 0.0f);
     adapter_forward(backend, o_adapter(w), scratch.branch, kept.o_low, kept.attention_out, pass.lora_scale);
@@ -71,8 +65,8 @@ void block_backward(const PassContext& pass, std::int64_t layer, const BlockWeig
     if (!activated_kept && (!g.down.empty() || w.down_lora.present())) backend.swiglu_forward(scratch.activated, kept.gate_up);
     linear_gradients(backend, g.down, g.down_bias, d_stream, scratch.activated);
     backend.linear_backward_input(scratch.d_activated, d_stream, w.down, 1.0f, 0.0f);
-    adapter_backward(backend, down_adapter(w), down_adapter(g), scratch.d_activated, scratch.d_low, d_stream, scratch.activated, kept.down_low,
-                     scale);
+    adapter_backward(backend, down_adapter(w), down_adapter(g), scratch.d_activated, scratch.d_low, d_stream, scratch.activated,
+                     kept.down_low, scale);
     backend.swiglu_backward(scratch.d_gate_up, scratch.d_activated, kept.gate_up);
     linear_gradients(backend, g.gate_up, g.gate_up_bias, scratch.d_gate_up, kept.mlp_in);
     const bool below_mlp = depth > Depth::Mlp;
@@ -89,13 +83,13 @@ void block_backward(const PassContext& pass, std::int64_t layer, const BlockWeig
                      kept.attention_out, kept.o_low, scale);
     if (!below_output) return;
     backend.attention_backward(scratch.d_qkv, scratch.d_attention_out, kept.attention_out, kept.lse, kept.qkv, pass.segments, shape);
-    backend.qk_norm_rope_backward(scratch.d_qkv, g.q_norm, g.k_norm, kept.raw_qk, kept.qk_rstd, w.q_norm, w.k_norm, pass.rope_cos, pass.rope_sin,
-                                  pass.positions, shape);
+    backend.qk_norm_rope_backward(scratch.d_qkv, g.q_norm, g.k_norm, kept.raw_qk, kept.qk_rstd, w.q_norm, w.k_norm, pass.rope_cos,
+                                  pass.rope_sin, pass.positions, shape);
     linear_gradients(backend, g.qkv, g.qkv_bias, scratch.d_qkv, kept.attention_in);
     const bool below_qkv = depth > Depth::Qkv;
     if (below_qkv) backend.linear_backward_input(scratch.d_branch, scratch.d_qkv, w.qkv, 1.0f, 0.0f);
-    adapter_backward(backend, qkv_adapters(spec, w), qkv_adapters(spec, g), below_qkv ? scratch.d_branch : Tensor{}, scratch.d_low, scratch.d_qkv,
-                     kept.attention_in, kept.qkv_low, scale);
+    adapter_backward(backend, qkv_adapters(spec, w), qkv_adapters(spec, g), below_qkv ? scratch.d_branch : Tensor{}, scratch.d_low,
+                     scratch.d_qkv, kept.attention_in, kept.qkv_low, scale);
     if (below_qkv) backend.rmsnorm_backward(d_stream, g.input_norm, scratch.d_branch, x, w.input_norm, kept.attention_rstd);
 }
 

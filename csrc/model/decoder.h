@@ -20,10 +20,10 @@ struct PassContext {
     AttentionShape attention(std::int64_t layer) const;
 };
 
-/// out = x + attention(norm(x)) + mlp(...), all [T, C]. `kept` receives what backward needs; views of exactly T rows. `out` may be `x`; it may be
-/// empty, then only `kept` is filled (for backward after a pass that kept nothing but x).
-void block_forward(const PassContext& pass, std::int64_t layer, const BlockWeights& weights, const Tensor& out, const BlockActivations& kept,
-                   const Scratch& scratch, const Tensor& x);
+/// out = x + attention(norm(x)) + mlp(...), all [T, C]. `kept` receives what backward needs; views of exactly T rows. `out` may be `x`; it
+/// may be empty, then only `kept` is filled (for backward after a pass that kept nothing but x).
+void block_forward(const PassContext& pass, std::int64_t layer, const BlockWeights& weights, const Tensor& out,
+                   const BlockActivations& kept, const Scratch& scratch, const Tensor& x);
 
 /// How far down a gradient has to go inside a block: with adapters alone, nothing below the lowest one of the first layer matters.
 enum class Depth : std::uint8_t { Mlp, AttentionOutput, Qkv, Input };

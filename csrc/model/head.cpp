@@ -56,14 +56,15 @@ void Head::push_back(const Pass& pass, const Chunk& chunk) const {
     const Tensor& d_logits = chunk.logits;
     backend_.logprob_backward(d_logits, chunk.lse, chunk.entropy, chunk.targets, chunk.d_logp, chunk.d_entropy, pass.temperature,
                               pass.valid_vocab);
-    if (!gradients.head.empty()) backend_.linear_backward_weight(first_rows(gradients.head, pass.valid_vocab), d_logits, chunk.normed, 1.0f);
+    if (!gradients.head.empty())
+        backend_.linear_backward_weight(first_rows(gradients.head, pass.valid_vocab), d_logits, chunk.normed, 1.0f);
     const Tensor d_normed = below ? first_rows(buffers_.d_normed, chunk.count) : Tensor{};
     if (below) backend_.linear_backward_input(d_normed, d_logits, first_rows(pass.weights.head, pass.valid_vocab), 1.0f, 0.0f);
     const Adapter adapter = valid_adapter(pass.weights.head_lora, pass.valid_vocab);
     if (adapter.present()) {
         const Adapter d_adapter = valid_adapter(gradients.head_lora, pass.valid_vocab);
-        adapter_backward(backend_, {{adapter, 0}}, {{d_adapter, 0}}, d_normed, buffers_.d_low.row_range(0, chunk.count), d_logits, chunk.normed,
-                         chunk.low, pass.lora_scale);
+        adapter_backward(backend_, {{adapter, 0}}, {{d_adapter, 0}}, d_normed, buffers_.d_low.row_range(0, chunk.count), d_logits,
+                         chunk.normed, chunk.low, pass.lora_scale);
     }
     if (!below) return;
     const Tensor d_rows = first_rows(buffers_.d_rows, chunk.count);

@@ -88,8 +88,8 @@ struct AdapterSite {
 };
 
 /// Adapters of linears that share an input: their A lie one below the other.
-void place_group(const LoraOptions& lora, const std::string& prefix, std::int64_t in, const std::vector<AdapterSite>& sites, BlockWeights& block,
-                 Cursor& cursor, std::vector<NamedTensor>& names) {
+void place_group(const LoraOptions& lora, const std::string& prefix, std::int64_t in, const std::vector<AdapterSite>& sites,
+                 BlockWeights& block, Cursor& cursor, std::vector<NamedTensor>& names) {
     std::vector<AdapterSite> present;
     for (const AdapterSite& site : sites) {
         if (std::find(lora.targets.begin(), lora.targets.end(), site.linear) != lora.targets.end()) present.push_back(site);
@@ -105,7 +105,8 @@ void place_group(const LoraOptions& lora, const std::string& prefix, std::int64_
     }
 }
 
-void place_adapters(const ModelSpec& spec, const LoraOptions& lora, Cursor& cursor, ModelWeights& weights, std::vector<NamedTensor>& names) {
+void place_adapters(const ModelSpec& spec, const LoraOptions& lora, Cursor& cursor, ModelWeights& weights,
+                    std::vector<NamedTensor>& names) {
     weights.blocks.resize(static_cast<std::size_t>(spec.layers));
     if (!lora.enabled()) return;
     using B = BlockWeights;
@@ -114,11 +115,12 @@ void place_adapters(const ModelSpec& spec, const LoraOptions& lora, Cursor& curs
         BlockWeights& block = weights.blocks[static_cast<std::size_t>(layer)];
         const std::string prefix = "layers." + std::to_string(layer) + ".";
         place_group(lora, prefix + "self_attn.", spec.hidden,
-                    {{Linear::Q, "q_proj", q, &B::q_lora}, {Linear::K, "k_proj", kv, &B::k_lora}, {Linear::V, "v_proj", kv, &B::v_lora}}, block, cursor,
-                    names);
+                    {{Linear::Q, "q_proj", q, &B::q_lora}, {Linear::K, "k_proj", kv, &B::k_lora}, {Linear::V, "v_proj", kv, &B::v_lora}},
+                    block, cursor, names);
         place_group(lora, prefix + "self_attn.", q, {{Linear::O, "o_proj", spec.hidden, &B::o_lora}}, block, cursor, names);
         place_group(lora, prefix + "mlp.", spec.hidden,
-                    {{Linear::Gate, "gate_proj", spec.ffn, &B::gate_lora}, {Linear::Up, "up_proj", spec.ffn, &B::up_lora}}, block, cursor, names);
+                    {{Linear::Gate, "gate_proj", spec.ffn, &B::gate_lora}, {Linear::Up, "up_proj", spec.ffn, &B::up_lora}}, block, cursor,
+                    names);
         place_group(lora, prefix + "mlp.", spec.ffn, {{Linear::Down, "down_proj", spec.hidden, &B::down_lora}}, block, cursor, names);
     }
     if (std::find(lora.targets.begin(), lora.targets.end(), Linear::Head) != lora.targets.end()) {

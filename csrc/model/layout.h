@@ -34,8 +34,8 @@ struct ParameterSize {
 ParameterSize base_size(const ModelSpec& spec);
 ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora);
 
-/// Points the base weights of `weights` (or their gradients, or optimiser state) into a buffer of base_size(spec).total() floats and appends
-/// name and view of each part, in the model's order.
+/// Points the base weights of `weights` (or their gradients, or optimiser state) into a buffer of base_size(spec).total() floats and
+/// appends name and view of each part, in the model's order.
 void lay_out_base(const ModelSpec& spec, float* buffer, Device device, ModelWeights& weights, std::vector<NamedTensor>& names);
 
 /// The same for the adapters, adapter_size(spec, lora).total() floats.

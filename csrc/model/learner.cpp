@@ -20,8 +20,8 @@ namespace {
 
 /// Flat buffers of a learner's parameters.
 struct ParameterBuffers {
-    Tensor base, adapter, initial_adapter;      // [n]
-    Tensor gradient, m, v;                      // [n] of what is trained: the base weights, or the adapter alone
+    Tensor base, adapter, initial_adapter;  // [n]
+    Tensor gradient, m, v;                  // [n] of what is trained: the base weights, or the adapter alone
     Tensor rope_cos, rope_sin;
 };
 
@@ -73,7 +73,8 @@ std::uint64_t hash_name(const std::string& name) {  // FNV-1a
     return hash;
 }
 
-/// A uniform in +-1/sqrt(in), which is Kaiming's with a = sqrt(5) as PEFT draws it; B zero. A tensor's values depend on seed and name alone.
+/// A uniform in +-1/sqrt(in), which is Kaiming's with a = sqrt(5) as PEFT draws it; B zero. A tensor's values depend on seed and name
+/// alone.
 void initialise_adapters(Backend& backend, const std::vector<NamedTensor>& names, std::uint64_t seed) {
     for (const NamedTensor& named : names) {
         if (!named.name.ends_with(".lora_A")) continue;
@@ -86,8 +87,8 @@ void initialise_adapters(Backend& backend, const std::vector<NamedTensor>& names
 }
 
 std::string advice(const LearnerOptions& options) {
-    std::string text = "To need less: lower per_device_train_batch_size or sequence_len (together they set the " + std::to_string(options.max_tokens) +
-                       " tokens planned for)";
+    std::string text = "To need less: lower per_device_train_batch_size or sequence_len (together they set the " +
+                       std::to_string(options.max_tokens) + " tokens planned for)";
     if (options.trainable && !options.recompute) text += ", set recompute (a layer's activations are then computed twice and not kept)";
     if (options.trainable && !options.lora.enabled()) text += ", train an adapter (lora: true)";
     return text + ".";
@@ -147,7 +148,8 @@ struct Learner::Impl {
             std::vector<NamedTensor> unnamed;
             lay_out_adapters(spec, options.lora, buffers.initial_adapter.f32(), device, initial, unnamed);
         }
-        for (auto named = tensors.begin() + (lora ? first_adapter : 0); named != tensors.end(); ++named) named->trainable = options.trainable;
+        for (auto named = tensors.begin() + (lora ? first_adapter : 0); named != tensors.end(); ++named)
+            named->trainable = options.trainable;
         trained.blocks.resize(static_cast<std::size_t>(spec.layers));
         if (!options.trainable) return;
 
@@ -182,12 +184,15 @@ struct Learner::Impl {
     const ModelWeights& select(const char* op, AdapterUse use) const {
         if (use == AdapterUse::Live) return live;
         if (!options.lora.enabled()) {
-            fail(op, ": adapter: 'initial' and 'off' need a learner with an adapter (lora_rank > 0); this one trains all weights, so it no longer has "
-                     "the initial ones");
+            fail(op,
+                 ": adapter: 'initial' and 'off' need a learner with an adapter (lora_rank > 0); this one trains all weights, so it no "
+                 "longer has "
+                 "the initial ones");
         }
         if (use == AdapterUse::Off) return off;
         if (snapshot_taken) return initial;
-        if (adapter_loaded) fail(op, ": adapter: 'initial' is not known: an adapter was loaded, and snapshot_adapter() was not called after that");
+        if (adapter_loaded)
+            fail(op, ": adapter: 'initial' is not known: an adapter was loaded, and snapshot_adapter() was not called after that");
         return off;
     }
 
@@ -202,8 +207,13 @@ struct Learner::Impl {
     }
 
     PassContext context(const std::int32_t* cu_seqlens, std::int64_t segments, std::int64_t tokens) const {
-        return {*backend,      spec, options.lora.enabled() ? options.lora.scale() : 0.0f, live.rope_cos, live.rope_sin,
-                first_values(activations.positions, tokens), {cu_seqlens, segments}};
+        return {*backend,
+                spec,
+                options.lora.enabled() ? options.lora.scale() : 0.0f,
+                live.rope_cos,
+                live.rope_sin,
+                first_values(activations.positions, tokens),
+                {cu_seqlens, segments}};
     }
 
     PassContext context(const Pending& pass) const {
@@ -222,14 +232,20 @@ struct Learner::Impl {
         backend->embedding_forward(stream(0), weights.embedding, ids);
         for (std::int64_t layer = 0; layer < spec.layers; ++layer) {
             const auto slot = keep && !options.recompute ? static_cast<std::size_t>(layer) : 0;
-            block_forward(shared, layer, weights.blocks[static_cast<std::size_t>(layer)], stream(layer + 1), activations.blocks[slot].first(tokens),
-                          scratch, stream(layer));
+            block_forward(shared, layer, weights.blocks[static_cast<std::size_t>(layer)], stream(layer + 1),
+                          activations.blocks[slot].first(tokens), scratch, stream(layer));
         }
         return stream(spec.layers);
     }
 
     Head::Pass head_pass(const Pending& pass, const ModelWeights& weights, const Tensor& hidden) const {
-        Head::Pass result{weights, &trained, hidden, {}, pass.options.temperature, pass.options.valid_vocab, pass.options.entropy,
+        Head::Pass result{weights,
+                          &trained,
+                          hidden,
+                          {},
+                          pass.options.temperature,
+                          pass.options.valid_vocab,
+                          pass.options.entropy,
                           options.lora.enabled() ? options.lora.scale() : 0.0f};
         if (result.valid_vocab == 0) result.valid_vocab = spec.vocab;
         if (decoder_trained()) result.d_hidden = first_rows(activations.scratch.d_stream, pass.tokens);
@@ -239,7 +255,8 @@ struct Learner::Impl {
     /// Whether anything below the head is trained.
     bool decoder_trained() const {
         if (!options.trainable) return false;
-        return !options.lora.enabled() || targets_any(options.lora, {Linear::Q, Linear::K, Linear::V, Linear::O, Linear::Gate, Linear::Up, Linear::Down});
+        return !options.lora.enabled() ||
+               targets_any(options.lora, {Linear::Q, Linear::K, Linear::V, Linear::O, Linear::Gate, Linear::Up, Linear::Down});
     }
 
     Depth depth(std::int64_t layer) const {
@@ -305,7 +322,8 @@ struct Learner::Impl {
         return collect(pass);
     }
 
-    /// Gradients of the head, with the seeds as they came, over rows that have one; scratch.d_stream is then the gradient of the last block's output.
+    /// Gradients of the head, with the seeds as they came, over rows that have one; scratch.d_stream is then the gradient of the last
+    /// block's output.
     void head_backward(const Pending& pass, const float* d_logp, const float* d_entropy) {
         std::vector<std::int32_t> index = pass.index, targets = pass.targets;
         std::vector<float> lse = pass.lse, entropy = pass.entropy;
@@ -366,7 +384,8 @@ struct Learner::Impl {
         }
     }
 
-    static bool any_seed(const std::vector<std::int32_t>& index, const float* d_logp, const float* d_entropy, std::size_t first, std::size_t count) {
+    static bool any_seed(const std::vector<std::int32_t>& index, const float* d_logp, const float* d_entropy, std::size_t first,
+                         std::size_t count) {
         for (std::size_t i = first; i < first + count; ++i) {
             const auto row = static_cast<std::size_t>(index[i]);
             if (d_logp[row] != 0.0f || (d_entropy != nullptr && d_entropy[row] != 0.0f)) return true;
@@ -449,20 +468,17 @@ TokenStats Learner::forward_backward(const Batch& batch, const PassOptions& opti
     const Head head(*impl_->backend, impl_->spec, impl_->activations.head);
     head.forward_backward(impl_->head_pass(pass, impl_->live, hidden), static_cast<std::int64_t>(pass.index.size()),
                           [&](std::int64_t first, std::int64_t count) {
-                              return Impl::any_seed(pass.index, dlogp, dentropy, static_cast<std::size_t>(first), static_cast<std::size_t>(count));
+                              return Impl::any_seed(pass.index, dlogp, dentropy, static_cast<std::size_t>(first),
+                                                    static_cast<std::size_t>(count));
                           });
     TokenStats stats = impl_->collect(pass);
     if (Impl::any_seed(pass.index, dlogp, dentropy, 0, pass.index.size())) impl_->decoder_backward(pass);
     return stats;
 }
 
-std::int64_t Learner::pending_tokens() const {
-    return impl_->pending ? impl_->pending->tokens : -1;
-}
+std::int64_t Learner::pending_tokens() const { return impl_->pending ? impl_->pending->tokens : -1; }
 
-void Learner::discard_pending() {
-    impl_->pending.reset();
-}
+void Learner::discard_pending() { impl_->pending.reset(); }
 
 StepStats Learner::step(const StepOptions& options) {
     impl_->require_trainable("step");
@@ -470,9 +486,7 @@ StepStats Learner::step(const StepOptions& options) {
     return adamw_step(*impl_->backend, impl_->spans, options, impl_->updates);
 }
 
-void Learner::zero_gradients() {
-    surogate::zero_gradients(*impl_->backend, impl_->spans);
-}
+void Learner::zero_gradients() { surogate::zero_gradients(*impl_->backend, impl_->spans); }
 
 void Learner::load(const std::string& name, const float* values) {
     impl_->require_no_pending("load");
@@ -484,24 +498,17 @@ const NamedTensor& Learner::find(const std::vector<NamedTensor>& tensors, const 
     const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const NamedTensor& named) { return named.name == name; });
     if (found != tensors.end()) return *found;
     if (tensors.empty()) fail(op, ": there is no '", name, "': this learner has no tensors of that kind (is it trainable?)");
-    fail(op, ": there is no '", name, "'; there are ", tensors.size(), " names, from '", tensors.front().name, "' to '", tensors.back().name, "'");
+    fail(op, ": there is no '", name, "'; there are ", tensors.size(), " names, from '", tensors.front().name, "' to '",
+         tensors.back().name, "'");
 }
 
-const std::vector<NamedTensor>& Learner::tensors() const {
-    return impl_->tensors;
-}
+const std::vector<NamedTensor>& Learner::tensors() const { return impl_->tensors; }
 
-const std::vector<NamedTensor>& Learner::gradients() const {
-    return impl_->gradients;
-}
+const std::vector<NamedTensor>& Learner::gradients() const { return impl_->gradients; }
 
-const std::vector<NamedTensor>& Learner::optimizer_state() const {
-    return impl_->optimizer;
-}
+const std::vector<NamedTensor>& Learner::optimizer_state() const { return impl_->optimizer; }
 
-std::int64_t Learner::update_count() const {
-    return impl_->updates;
-}
+std::int64_t Learner::update_count() const { return impl_->updates; }
 
 void Learner::set_update_count(std::int64_t count) {
     require(count >= 0, "Learner", "update_count", "a number that is not negative", count);
@@ -514,24 +521,14 @@ void Learner::snapshot_adapter() {
     impl_->snapshot_taken = true;
 }
 
-const ModelSpec& Learner::spec() const {
-    return impl_->spec;
-}
+const ModelSpec& Learner::spec() const { return impl_->spec; }
 
-const LearnerOptions& Learner::options() const {
-    return impl_->options;
-}
+const LearnerOptions& Learner::options() const { return impl_->options; }
 
-const ModelWeights& Learner::weights() const {
-    return impl_->live;
-}
+const ModelWeights& Learner::weights() const { return impl_->live; }
 
-Backend& Learner::backend() const {
-    return *impl_->backend;
-}
+Backend& Learner::backend() const { return *impl_->backend; }
 
-const std::vector<MemoryItem>& Learner::memory() const {
-    return impl_->items;
-}
+const std::vector<MemoryItem>& Learner::memory() const { return impl_->items; }
 
 }  // namespace surogate

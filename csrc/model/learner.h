@@ -12,13 +12,13 @@
 namespace surogate {
 
 struct LearnerOptions {
-    std::int64_t max_tokens = 0;        // of one micro-batch; all activations are planned for it
-    std::int64_t head_rows = 0;         // rows of logits alive at once; 0: as many as make 256 MiB, a number of the vocabulary's size alone
-    bool trainable = true;              // false: forward only, no gradients and no optimiser (a reference model)
-    bool recompute = false;             // keep a block's input only, compute its activations again in backward
+    std::int64_t max_tokens = 0;  // of one micro-batch; all activations are planned for it
+    std::int64_t head_rows = 0;   // rows of logits alive at once; 0: as many as make 256 MiB, a number of the vocabulary's size alone
+    bool trainable = true;        // false: forward only, no gradients and no optimiser (a reference model)
+    bool recompute = false;       // keep a block's input only, compute its activations again in backward
     LoraOptions lora;
-    std::uint64_t seed = 0;             // of the fresh adapter's A
-    std::size_t memory_limit = 0;       // bytes; 0: what the device has free
+    std::uint64_t seed = 0;        // of the fresh adapter's A
+    std::size_t memory_limit = 0;  // bytes; 0: what the device has free
 };
 
 /// A packed micro-batch, host memory. targets[t] is the token that position t predicts, negative where there is none.
@@ -46,7 +46,7 @@ struct TokenStats {
 
 struct StepOptions {
     float learning_rate = 0.0f;
-    float max_grad_norm = 0.0f;  // 0: no clipping
+    float max_grad_norm = 0.0f;                                                // 0: no clipping
     float beta1 = 0.9f, beta2 = 0.999f, epsilon = 1e-8f, weight_decay = 0.0f;  // decay only on matrices, not on norms and biases
 };
 
@@ -95,8 +95,8 @@ class Learner {
     const std::vector<NamedTensor>& optimizer_state() const;
     std::int64_t update_count() const;
     void set_update_count(std::int64_t count);
-    /// Takes the present adapter as the initial one (AdapterUse::Initial). Until then the initial one is the fresh one, which is as good as off;
-    /// but after an adapter was loaded, AdapterUse::Initial is an error until this was called.
+    /// Takes the present adapter as the initial one (AdapterUse::Initial). Until then the initial one is the fresh one, which is as good as
+    /// off; but after an adapter was loaded, AdapterUse::Initial is an error until this was called.
     void snapshot_adapter();
 
     const ModelSpec& spec() const;

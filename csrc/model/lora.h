@@ -11,8 +11,8 @@ namespace surogate {
 /// The adapters of linears that read the same input and write side by side: those of q, k and v, of gate and up, or a single one.
 struct AdapterGroup {
     struct Member {
-        Tensor b;                  // [out, r]
-        std::int64_t first = 0;    // its first column in the joined output
+        Tensor b;                // [out, r]
+        std::int64_t first = 0;  // its first column in the joined output
     };
     Tensor a;  // [members * r, in], one below the other
     std::array<Member, 3> members;
@@ -29,7 +29,8 @@ struct AdapterGroup {
 /// low = x A^T, then y += scale * low B^T, for all that are present
 void adapter_forward(Backend& backend, const AdapterGroup& group, const Tensor& y, const Tensor& low, const Tensor& x, float scale);
 
-/// dA += dlow^T x with dlow = scale * dy B, dB += scale * dy^T low, dx += dlow A (dx may be empty). `d_low` is scratch, at least as wide as low.
+/// dA += dlow^T x with dlow = scale * dy B, dB += scale * dy^T low, dx += dlow A (dx may be empty). `d_low` is scratch, at least as wide as
+/// low.
 void adapter_backward(Backend& backend, const AdapterGroup& group, const AdapterGroup& gradients, const Tensor& dx, const Tensor& d_low,
                       const Tensor& dy, const Tensor& x, const Tensor& low, float scale);
 

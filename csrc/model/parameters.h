@@ -20,13 +20,13 @@ struct Adapter {
 /// One block's weights. q, k and v lie in one buffer [(H+2K)*D, C], gate and up in one [2F, C], each a range of rows; adapters likewise:
 /// the A of q, k and v (those present) lie one below the other, so that x A^T is one product.
 struct BlockWeights {
-    Tensor input_norm;                       // [C]
-    Tensor qkv, qkv_bias;                    // [(H+2K)*D, C], [(H+2K)*D]
-    Tensor q_norm, k_norm;                   // [D]
-    Tensor o, o_bias;                        // [C, H*D], [C]
-    Tensor post_norm;                        // [C]
-    Tensor gate_up, gate_up_bias;            // [2F, C], [2F]
-    Tensor down, down_bias;                  // [C, F], [C]
+    Tensor input_norm;             // [C]
+    Tensor qkv, qkv_bias;          // [(H+2K)*D, C], [(H+2K)*D]
+    Tensor q_norm, k_norm;         // [D]
+    Tensor o, o_bias;              // [C, H*D], [C]
+    Tensor post_norm;              // [C]
+    Tensor gate_up, gate_up_bias;  // [2F, C], [2F]
+    Tensor down, down_bias;        // [C, F], [C]
     Adapter q_lora, k_lora, v_lora, o_lora, gate_lora, up_lora, down_lora;
 };
 

@@ -19,7 +19,10 @@ struct Arrays {
     std::vector<float> d_logp, d_entropy;
 
     Batch batch() const {
-        return {tokens.data(), positions.data(), targets.data(), static_cast<std::int64_t>(tokens.size()),
+        return {tokens.data(),
+                positions.data(),
+                targets.data(),
+                static_cast<std::int64_t>(tokens.size()),
                 {cu_seqlens.data(), static_cast<std::int64_t>(cu_seqlens.size()) - 1}};
     }
 };
@@ -88,8 +91,8 @@ double loss_of(Learner& learner, const Arrays& arrays, const PassOptions& option
     return loss;
 }
 
-/// For every trained tensor: the slope of the loss along the gradient's own signs, where differences are largest against rounding, and along a
-/// random direction.
+/// For every trained tensor: the slope of the loss along the gradient's own signs, where differences are largest against rounding, and
+/// along a random direction.
 void check_gradients(const ModelSpec& spec, const LearnerOptions& learner_options) {
     const auto learner = make_learner(spec, learner_options);
     const Arrays arrays = make_arrays({11, 1, 17}, 31, 3);
@@ -118,7 +121,8 @@ void check_gradients(const ModelSpec& spec, const LearnerOptions& learner_option
             const double length = std::sqrt(static_cast<double>(value.size())), h = 8e-3 / length;
             const auto at = [&](double offset) {
                 std::vector<float> moved(value.size());
-                for (std::size_t i = 0; i < value.size(); ++i) moved[i] = static_cast<float>(static_cast<double>(value[i]) + offset * direction[i]);
+                for (std::size_t i = 0; i < value.size(); ++i)
+                    moved[i] = static_cast<float>(static_cast<double>(value[i]) + offset * direction[i]);
                 learner->load(named.name, moved.data());
                 return loss_of(*learner, arrays, options);
             };
