@@ -140,4 +140,15 @@ struct CpuOptions {
 
 std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options);
 
+struct CudaOptions {
+    int device = 0;
+    bool deterministic = false;  // same inputs, same bits, also in another process: no timing of algorithms, no atomic sums
+    bool autotune = true;        // time the best matrix-product algorithms on first use of a shape (never when deterministic)
+    bool profile = false;        // NVTX ranges, and a table of the time of each operation on stderr when the back-end goes
+    enum class Attention : std::uint8_t { Auto, Cudnn, Plain } attention = Attention::Auto;  // Auto: cuDNN where it takes the shape
+};
+
+/// bf16 or float32 per tensor; statistics, rotations and losses in float32. Throws where this build or this machine has no CUDA.
+std::unique_ptr<Backend> make_cuda_backend(const CudaOptions& options);
+
 }  // namespace surogate
