@@ -4,8 +4,9 @@
 namespace surogate {
 
 std::unique_ptr<Backend> make_cuda_backend(const CudaOptions&) {
-    fail("device: this build has no CUDA back-end; build again with SUROGATE_CUDA=ON (a CUDA toolkit, cuBLAS, cuDNN and the package "
-         "nvidia-cudnn-frontend are needed), or use device: cpu");
+    fail(
+        "device: this build has no CUDA back-end; build again with SUROGATE_CUDA=ON (a CUDA toolkit, cuBLAS, cuDNN and the package "
+        "nvidia-cudnn-frontend are needed), or use device: cpu");
 }
 
 }  // namespace surogate
