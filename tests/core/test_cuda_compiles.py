@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for path in (ROOT / "csrc/backend/cuda").iterdir() if path.suffix in {".cu", ".cpp"})
 # What a source needs beyond the toolkit, by the header that it names itself or through a header of ours.
-LIBRARIES = {"cublasLt.h": "nvidia-cublas", "cudnn.h": "nvidia-cudnn-cu13", "cudnn_frontend.h": "nvidia-cudnn-frontend"}
+LIBRARIES = {
+    "cublasLt.h": "nvidia-cublas",
+    "cudnn.h": "nvidia-cudnn-cu13",
+    "cudnn_frontend.h": "nvidia-cudnn-frontend",
+    "nvrtc.h": "nvidia-cuda-nvrtc",
+}
 
 
 def toolkit() -> Path | None:
@@ -31,6 +36,7 @@ def include_folders(top: Path) -> list[Path]:
     folders = [top / "include"]
     for entry in [*map(Path, filter(None, sys.path)), Path(sys.prefix)]:
         folders += [entry / "nvidia/cu13/include", entry / "nvidia/cublas/include", entry / "nvidia/cudnn/include"]
+        folders.append(entry / "nvidia/cuda_nvrtc/include")
         if (entry / "include/cudnn_frontend.h").exists():
             folders.append(entry / "include")
     folders.append(Path("/usr/include"))
@@ -50,7 +56,7 @@ def headers_of(source: Path) -> set[str]:
         text = path.read_text(encoding="utf-8")
         found |= set(re.findall(r"#include <(\w+\.h)>", text)) & LIBRARIES.keys()
         pending += [own for name in re.findall(r'#include "([\w/.]+)"', text) if (own := ROOT / "csrc" / name).exists()]
-    return found
+    return found | ({"nvrtc.h"} if "cudnn_frontend.h" in found else set())  # which that one includes
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
