@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 Work = Callable[[], object]
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 64, 64
-ROWS, COLUMNS = 4, 512
+ROWS, COLUMNS = 2, 512
 LEARNING_RATE = 1e-5
 
 
@@ -88,7 +88,7 @@ def peer_training(model: Path, lora: bool) -> Work:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return loss.item()
 
     return work
 
