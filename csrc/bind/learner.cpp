@@ -42,20 +42,55 @@ ModelSpec make_spec(const py::kwargs& fields) {
     return spec;
 }
 
-LearnerOptions make_options(std::int64_t max_tokens, std::int64_t head_rows, bool trainable, bool recompute, std::int64_t lora_rank,
-                            double lora_alpha, const std::vector<std::string>& lora_targets, std::uint64_t seed, std::size_t memory_limit) {
-    LearnerOptions options;
-    options.max_tokens = max_tokens;
-    options.head_rows = head_rows;
-    options.trainable = trainable;
-    options.recompute = recompute;
-    options.lora.rank = lora_rank;
-    options.lora.alpha = static_cast<float>(lora_alpha);
-    for (const std::string& target : lora_targets) options.lora.targets.push_back(linear_from_name(target));
-    options.seed = seed;
-    options.memory_limit = memory_limit;
-    return options;
+/// The formats by their names; "auto" and "" stand for what goes with the recipe.
+Recipe make_recipe(const std::string& recipe, const std::string& logits_dtype, const std::string& gradient_dtype,
+                   const std::string& optimizer_state_dtype, bool master_weights) {
+    Recipe result;
+    result.compute = dtype_from_name("recipe", recipe.c_str());
+    result.logits = logits_dtype.empty() ? result.compute : dtype_from_name("logits_dtype", logits_dtype.c_str());
+    result.gradient = dtype_from_name("gradient_dtype", gradient_dtype.c_str());
+    result.state = dtype_from_name("optimizer_state_dtype", optimizer_state_dtype.c_str());
+    result.master = master_weights;
+    return result;
 }
+
+/// "cpu", "cuda" or "cuda:N"
+std::shared_ptr<Backend> make_backend(const std::string& device, int threads, bool deterministic) {
+    require(threads >= 0, "Learner", "threads", "a positive number, or 0 for one per core", threads);
+    if (device == "cpu") return make_cpu_backend({threads});
+    const std::string prefix = "cuda:";
+    CudaOptions options;
+    options.deterministic = deterministic;
+    if (device.starts_with(prefix) && device.size() > prefix.size() && device.size() < prefix.size() + 4 &&
+        std::all_of(device.begin() + static_cast<std::ptrdiff_t>(prefix.size()), device.end(), [](char c) { return c >= '0' && c <= '9'; })) {
+        options.device = std::stoi(device.substr(prefix.size()));
+    } else {
+        require(device == "cuda", "Learner", "device", "'cpu', 'cuda' or 'cuda:N'", "'" + device + "'");
+    }
+    return make_cuda_backend(options);
+}
+
+/// The keyword arguments that a learner and its plan share.
+struct LearnerArguments {
+    LearnerOptions options;
+
+    LearnerArguments(std::int64_t max_tokens, std::int64_t head_rows, bool trainable, bool recompute, bool keep_logits,
+                     bool head_gradient_in_forward, const Recipe& recipe, std::int64_t lora_rank, double lora_alpha,
+                     const std::vector<std::string>& lora_targets, std::uint64_t seed, std::size_t memory_limit) {
+        options.max_tokens = max_tokens;
+        options.head_rows = head_rows;
+        options.trainable = trainable;
+        options.recompute = recompute;
+        options.keep_logits = keep_logits;
+        options.head_gradient_in_forward = head_gradient_in_forward;
+        options.recipe = recipe;
+        options.lora.rank = lora_rank;
+        options.lora.alpha = static_cast<float>(lora_alpha);
+        for (const std::string& target : lora_targets) options.lora.targets.push_back(linear_from_name(target));
+        options.seed = seed;
+        options.memory_limit = memory_limit;
+    }
+};
 
 AdapterUse adapter_use(const char* op, const std::string& name) {
     if (name == "live") return AdapterUse::Live;
@@ -110,7 +145,7 @@ py::object export_tensor(Handle& handle, const char* op, const std::string& name
     const NamedTensor& named = Learner::find((handle.learner.*list)(), op, name);
     py::array_t<float> result(py::cast<std::vector<py::ssize_t>>(shape_of(named)));
     float* data = result.mutable_data();
-    locked(handle, [&](Learner& learner) { learner.backend().download(data, named.tensor); });
+    locked(handle, [&](Learner& learner) { learner.read(data, named); });
     return result;
 }
 
@@ -119,7 +154,7 @@ void load_tensor(Handle& handle, const char* op, const std::string& name, const 
     const NamedTensor& named = Learner::find((handle.learner.*list)(), op, name);
     const Float32Array array = checked_value(op, named, value);
     const float* data = array.data();
-    locked(handle, [&](Learner& learner) { learner.backend().upload(named.tensor, data); });
+    locked(handle, [&](Learner& learner) { learner.write(named, data); });
 }
 
 void bind_spec(py::module_& module) {
@@ -284,9 +319,9 @@ void bind_learner(py::module_& module) {
                 const float* data = array.data();
                 locked(handle, [&](Learner& learner) {
                     std::vector<float> sum(static_cast<std::size_t>(named.tensor.size()));
-                    learner.backend().download(sum.data(), named.tensor);
+                    learner.read(sum.data(), named);
                     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += data[i];
-                    learner.backend().upload(named.tensor, sum.data());
+                    learner.write(named, sum.data());
                 });
             },
             py::arg("name"), py::arg("value"))

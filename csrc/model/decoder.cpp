@@ -46,10 +46,7 @@ void block_forward(const PassContext& pass, std::int64_t layer, const BlockWeigh
     backend.linear_forward(kept.gate_up, kept.mlp_in, w.gate_up, w.gate_up_bias, 1.0f, 0.0f);
     adapter_forward(backend, gate_up_adapters(spec, w), kept.gate_up, kept.gate_up_low, kept.mlp_in, pass.lora_scale);
     backend.swiglu_forward(scratch.activated, kept.gate_up);
-    if (!out.empty()) {
-        backend.copy(out, kept.middle);
-        backend.linear_forward(out, scratch.activated, w.down, w.down_bias, 1.0f, 1.0f);
-    }
+    if (!out.empty()) backend.linear_add_forward(out, kept.middle, scratch.activated, w.down, w.down_bias);
     adapter_forward(backend, down_adapter(w), out, kept.down_low, scratch.activated, pass.lora_scale);
 }
 

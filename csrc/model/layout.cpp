@@ -10,8 +10,6 @@ namespace surogate {
 
 namespace {
 
-constexpr std::int64_t kPadding = 16;  // floats: 64 bytes
-
 constexpr std::array<std::pair<Linear, const char*>, 8> kLinearNames = {{{Linear::Q, "q_proj"},
                                                                          {Linear::K, "k_proj"},
                                                                          {Linear::V, "v_proj"},
@@ -23,11 +21,11 @@ constexpr std::array<std::pair<Linear, const char*>, 8> kLinearNames = {{{Linear
 
 void place_base(const ModelSpec& spec, Cursor& matrices, Cursor& vectors, ModelWeights& weights, std::vector<NamedTensor>& names) {
     const auto q = spec.q_columns(), kv = spec.kv_columns();
-    const auto add = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, false, false}); };
-    const auto add_bias = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, false, true}); };
+    const auto add = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, {}, false, false}); };
+    const auto add_bias = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, {}, false, true}); };
     const auto add_vector = [&](const std::string& name, std::int64_t size) {
         const Tensor tensor = vectors.take(1, size);
-        names.push_back({name, tensor, false, true});
+        names.push_back({name, tensor, {}, false, true});
         return tensor;
     };
 
@@ -100,8 +98,8 @@ void place_group(const LoraOptions& lora, const std::string& prefix, std::int64_
         Adapter& adapter = block.*present[i].adapter;
         adapter.a = joined.row_range(static_cast<std::int64_t>(i) * lora.rank, lora.rank);
         adapter.b = cursor.take(present[i].out, lora.rank);
-        names.push_back({prefix + present[i].name + ".lora_A", adapter.a, false, false});
-        names.push_back({prefix + present[i].name + ".lora_B", adapter.b, false, false});
+        names.push_back({prefix + present[i].name + ".lora_A", adapter.a, {}, false, false});
+        names.push_back({prefix + present[i].name + ".lora_B", adapter.b, {}, false, false});
     }
 }
 
@@ -126,43 +124,48 @@ void place_adapters(const ModelSpec& spec, const LoraOptions& lora, Cursor& curs
     if (std::find(lora.targets.begin(), lora.targets.end(), Linear::Head) != lora.targets.end()) {
         weights.head_lora.a = cursor.take(lora.rank, spec.hidden);
         weights.head_lora.b = cursor.take(spec.vocab, lora.rank);
-        names.push_back({"lm_head.lora_A", weights.head_lora.a, false, false});
-        names.push_back({"lm_head.lora_B", weights.head_lora.b, false, false});
+        names.push_back({"lm_head.lora_A", weights.head_lora.a, {}, false, false});
+        names.push_back({"lm_head.lora_B", weights.head_lora.b, {}, false, false});
     }
 }
 
 }  // namespace
 
 Tensor Cursor::take(std::int64_t rows, std::int64_t columns) {
-    float* data = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (rows * columns + kPadding - 1) / kPadding * kPadding;
-    return matrix(data, rows, columns, DType::Float32, device_);
+    const Tensor view = buffer_.column_range(used_, rows * columns);
+    used_ += (rows * columns + padding_ - 1) / padding_ * padding_;
+    return matrix(view.data, rows, columns, buffer_.dtype, buffer_.device);
 }
 
-ParameterSize base_size(const ModelSpec& spec) {
-    Cursor matrices, vectors;
+std::int64_t parameter_padding(const Recipe& recipe) {
+    // A cache line of float32; beside bfloat16 ones, which a GPU reads, twice its 128-byte line.
+    return recipe.compute == DType::Float32 ? 16 : 128;
+}
+
+ParameterSize base_size(const ModelSpec& spec, std::int64_t padding) {
+    Cursor matrices(padding), vectors(padding);
     ModelWeights weights;
     std::vector<NamedTensor> names;
     place_base(spec, matrices, vectors, weights, names);
     return {matrices.used(), vectors.used()};
 }
 
-ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora) {
-    Cursor cursor;
+ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora, std::int64_t padding) {
+    Cursor cursor(padding);
     ModelWeights weights;
     std::vector<NamedTensor> names;
     place_adapters(spec, lora, cursor, weights, names);
     return {cursor.used(), 0};
 }
 
-void lay_out_base(const ModelSpec& spec, float* buffer, Device device, ModelWeights& weights, std::vector<NamedTensor>& names) {
-    Cursor matrices(buffer, device), vectors(buffer + base_size(spec).matrices, device);
+void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, ModelWeights& weights, std::vector<NamedTensor>& names) {
+    Cursor matrices(padding, buffer), vectors(padding, buffer, base_size(spec, padding).matrices);
     place_base(spec, matrices, vectors, weights, names);
 }
 
-void lay_out_adapters(const ModelSpec& spec, const LoraOptions& lora, float* buffer, Device device, ModelWeights& weights,
+void lay_out_adapters(const ModelSpec& spec, const LoraOptions& lora, const Tensor& buffer, std::int64_t padding, ModelWeights& weights,
                       std::vector<NamedTensor>& names) {
-    Cursor cursor(buffer, device);
+    Cursor cursor(padding, buffer);
     place_adapters(spec, lora, cursor, weights, names);
 }
 

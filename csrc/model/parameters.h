@@ -43,8 +43,11 @@ struct ModelWeights {
 struct NamedTensor {
     std::string name;
     Tensor tensor;
+    Tensor master{};  // float32, the exact values of a trained bfloat16 weight; empty: `tensor` holds them
     bool trainable = false;
     bool is_vector = false;  // its shape is [columns]
+
+    const Tensor& exact() const { return master.empty() ? tensor : master; }
 };
 
 }  // namespace surogate
