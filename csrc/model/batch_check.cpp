@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "core/error.h"
@@ -11,7 +12,10 @@ namespace surogate {
 
 void check_options(const ModelSpec& spec, const LearnerOptions& options) {
     spec.validate();
-    require(options.max_tokens > 0, "Learner", "max_tokens", "a positive number", options.max_tokens);
+    constexpr std::int64_t most_tokens = std::numeric_limits<std::int32_t>::max();  // rows are counted in int32
+    if (options.max_tokens <= 0 || options.max_tokens > most_tokens) {
+        fail("Learner: max_tokens: expected a number in [1, ", most_tokens, "], got ", options.max_tokens);
+    }
     require(options.head_rows >= 0, "Learner", "head_rows", "a positive number, or 0 to choose it", options.head_rows);
     options.recipe.validate();
     const LoraOptions& lora = options.lora;

@@ -82,6 +82,7 @@ def test_spec_fields() -> None:
     ("options", "match"),
     [
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**40}, "max_tokens"),
         ({"threads": -1}, "threads"),
         ({"head_rows": -1}, "head_rows"),
         ({"lora_rank": -1}, "lora_rank"),
