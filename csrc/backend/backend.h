@@ -44,8 +44,8 @@ struct SampleRow {
 
 struct AdamWOptions {
     float learning_rate, beta1, beta2, epsilon, weight_decay;
-    std::int64_t step;     // from 1, for the bias correction
-    float gradient_scale;  // clipping, multiplied in on the fly
+    std::int64_t step;       // from 1, for the bias correction
+    float gradient_scale;    // clipping, multiplied in on the fly
     std::uint64_t seed = 0;  // with `step` and the element's index it decides how stochastic rounding falls; other spans have other seeds
 };
 
@@ -54,9 +54,9 @@ struct AdamWOptions {
 /// Reductions have a fixed order: same inputs give same bits, whatever the number of threads.
 ///
 /// Dtypes. Weights, activations and gradients of activations are float32 or bfloat16, the same in all of one call unless said otherwise;
-/// sums are formed in float32 (or wider) and rounded once. Gradients of weights (dw, db, dtable, dweight, dq_weight, dk_weight) are float32,
-/// or bfloat16 beside bfloat16 activations. Statistics (rstd, lse, logp, entropy), their gradients, cos and sin are float32, indices int32.
-/// The CPU takes float32 alone. Any matrix may be a view with a stride; vectors are dense.
+/// sums are formed in float32 (or wider) and rounded once. Gradients of weights (dw, db, dtable, dweight, dq_weight, dk_weight) are
+/// float32, or bfloat16 beside bfloat16 activations. Statistics (rstd, lse, logp, entropy), their gradients, cos and sin are float32,
+/// indices int32. The CPU takes float32 alone. Any matrix may be a view with a stride; vectors are dense.
 ///
 /// Order. Operations happen in the order of their calls, but may still be running when a call returns. What waits: `download`,
 /// `sum_of_squares`, `sample` and `synchronize` return when their results are there; `upload` when `host` may be changed again.
@@ -127,8 +127,9 @@ class Backend {
     // Head. logits [n, V]; ids >= valid_vocab count as -inf. logp, entropy, lse [n]; entropy may be empty.
     virtual void logprob_forward(const Tensor& logp, const Tensor& entropy, const Tensor& lse, const Tensor& logits, const Tensor& targets,
                                  float temperature, std::int64_t valid_vocab) = 0;
-    /// dlogits [n, V] from dlogp and dentropy (may be empty) [n]. A row whose seeds are 0 gives zeros. dlogits may be the logits themselves.
-    /// Beside float32 logits it may be bfloat16, and then still share their memory row by row: the same data, twice the stride in elements.
+    /// dlogits [n, V] from dlogp and dentropy (may be empty) [n]. A row whose seeds are 0 gives zeros. dlogits may be the logits
+    /// themselves. Beside float32 logits it may be bfloat16, and then still share their memory row by row: the same data, twice the stride
+    /// in elements.
     virtual void logprob_backward(const Tensor& dlogits, const Tensor& logits, const Tensor& lse, const Tensor& entropy,
                                   const Tensor& targets, const Tensor& dlogp, const Tensor& dentropy, float temperature,
                                   std::int64_t valid_vocab) = 0;

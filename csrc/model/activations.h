@@ -45,15 +45,15 @@ struct Scratch {
 
 /// Buffers of the LM head: of one chunk of R rows, or of all rows if the logits are kept.
 struct HeadBuffers {
-    std::int64_t chunk = 0;      // R
-    bool kept = false;           // the buffers hold every row's, not a chunk's
-    Tensor rows, normed;         // [R, C]: gathered rows of the last block's output, and normed
-    Tensor rstd;                 // [R]
-    Tensor logits;               // [R, V]
-    Tensor low;                  // [R, r]
-    Tensor d_normed;             // [R, C] of one chunk; backward only
-    Tensor d_rows;               // [R, C] of one chunk, or of all rows if forward computes them
-    Tensor d_low;                // [R, r] of one chunk
+    std::int64_t chunk = 0;  // R
+    bool kept = false;       // the buffers hold every row's, not a chunk's
+    Tensor rows, normed;     // [R, C]: gathered rows of the last block's output, and normed
+    Tensor rstd;             // [R]
+    Tensor logits;           // [R, V]
+    Tensor low;              // [R, r]
+    Tensor d_normed;         // [R, C] of one chunk; backward only
+    Tensor d_rows;           // [R, C] of one chunk, or of all rows if forward computes them
+    Tensor d_low;            // [R, r] of one chunk
 };
 
 struct Activations {

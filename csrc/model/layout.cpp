@@ -158,7 +158,8 @@ ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora, std::
     return {cursor.used(), 0};
 }
 
-void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, ModelWeights& weights, std::vector<NamedTensor>& names) {
+void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, ModelWeights& weights,
+                  std::vector<NamedTensor>& names) {
     Cursor matrices(padding, buffer), vectors(padding, buffer, base_size(spec, padding).matrices);
     place_base(spec, matrices, vectors, weights, names);
 }

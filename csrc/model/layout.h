@@ -42,7 +42,8 @@ ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora, std::
 
 /// Points the base weights of `weights` (or their gradients, or optimiser state) into a buffer of base_size(spec, padding).total() elements
 /// and appends name and view of each part, in the model's order.
-void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, ModelWeights& weights, std::vector<NamedTensor>& names);
+void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, ModelWeights& weights,
+                  std::vector<NamedTensor>& names);
 
 /// The same for the adapters, adapter_size(spec, lora, padding).total() elements.
 void lay_out_adapters(const ModelSpec& spec, const LoraOptions& lora, const Tensor& buffer, std::int64_t padding, ModelWeights& weights,

@@ -249,7 +249,8 @@ struct Learner::Impl {
             const BlockActivations kept = activations.blocks[options.recompute ? 0 : at].first(tokens);
             const Tensor x = first_rows(activations.stream[at], tokens);
             if (options.recompute) block_forward(shared, layer, parameters.live.blocks[at], {}, kept, scratch, x);
-            block_backward(shared, layer, parameters.live.blocks[at], parameters.trained.blocks[at], kept, scratch, x, depth(layer), options.recompute);
+            block_backward(shared, layer, parameters.live.blocks[at], parameters.trained.blocks[at], kept, scratch, x, depth(layer),
+                           options.recompute);
         }
         if (!parameters.trained.embedding.empty()) {
             backend->embedding_backward(parameters.trained.embedding, scratch.d_stream, pass.inputs.tokens);
@@ -330,7 +331,8 @@ TokenStats Learner::forward_backward(const Batch& batch, const PassOptions& opti
     const Tensor hidden = impl_->decode(pass, batch, impl_->parameters.live, true);
     const Head::Pass shared = impl_->head_pass(pass, impl_->parameters.live, hidden);
     // Where the entropy is asked for without a seed, its seeds are zeros.
-    shared.values.upload_seeds(*impl_->backend, pick(dlogp, pass.index), dentropy != nullptr ? pick(dentropy, pass.index) : std::vector<float>{});
+    shared.values.upload_seeds(*impl_->backend, pick(dlogp, pass.index),
+                               dentropy != nullptr ? pick(dentropy, pass.index) : std::vector<float>{});
     impl_->zero_d_stream(pass.tokens);
     const Head head(*impl_->backend, impl_->spec, impl_->activations.head);
     head.forward_backward(shared, [&](std::int64_t first, std::int64_t count) {

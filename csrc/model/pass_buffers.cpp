@@ -18,8 +18,8 @@ class Sections {
     /// Returns the first element of the section.
     std::int64_t add(const std::int32_t* values, std::int64_t count) {
         const auto first = static_cast<std::int64_t>(values_.size());
-        values_.resize(static_cast<std::size_t>(first + section_size(count)));
-        std::copy_n(values, count, values_.begin() + first);
+        values_.insert(values_.end(), values, values + count);
+        values_.insert(values_.end(), static_cast<std::size_t>(section_size(count) - count), 0);
         return first;
     }
     std::int64_t add(const std::vector<std::int32_t>& values) { return add(values.data(), static_cast<std::int64_t>(values.size())); }

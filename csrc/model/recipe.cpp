@@ -1,6 +1,5 @@
 #include "model/recipe.h"
 
-#include <string>
 #include <utility>
 
 #include "core/error.h"
@@ -16,9 +15,9 @@ void Recipe::validate() const {
     }
 }
 
-DType dtype_from_name(const char* name, const char* value) {
+DType dtype_from_name(const char* name, const std::string& value) {
     for (const DType dtype : {DType::Float32, DType::BFloat16}) {
-        if (std::string(value) == name_of(dtype)) return dtype;
+        if (value == name_of(dtype)) return dtype;
     }
     fail("Learner: ", name, ": expected float32 or bfloat16, got '", value, "'");
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include "core/tensor.h"
 
 namespace surogate {
@@ -20,6 +22,6 @@ struct Recipe {
 };
 
 /// "float32" or "bfloat16"; `name` is the option that an error names.
-DType dtype_from_name(const char* name, const char* value);
+DType dtype_from_name(const char* name, const std::string& value);
 
 }  // namespace surogate
