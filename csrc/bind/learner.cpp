@@ -206,6 +206,9 @@ void bind_spec(py::module_& module) {
 
 void bind_learner(py::module_& module) {
     bind_spec(module);
+    module.def(
+        "available_memory", [](const std::string& device) { return make_backend(device, 1, false)->available_memory(); }, py::arg("device"),
+        "Bytes that a learner on this device could take now.");
 
     py::class_<StepStats>(module, "StepStats", "What one optimiser step did.")
         .def_readonly("grad_norm", &StepStats::grad_norm)
