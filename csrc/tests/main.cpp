@@ -2,6 +2,7 @@
 #include <exception>
 #include <string>
 
+#include "backend/cpu/kernels.h"
 #include "tests/harness.h"
 
 namespace surogate::testing {
@@ -13,6 +14,11 @@ std::vector<Test>& registry() {
 
 namespace {
 
+std::string& current_set() {
+    static std::string name;
+    return name;
+}
+
 std::string stem(const std::string& path) {
     const std::size_t slash = path.find_last_of('/');
     const std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
@@ -21,21 +27,27 @@ std::string stem(const std::string& path) {
 
 }  // namespace
 
+const std::string& kernel_set_name() { return current_set(); }
+
 }  // namespace surogate::testing
 
 int main(int count, char** arguments) {
     using namespace surogate::testing;
     int ran = 0, failed = 0;
-    for (const Test& test : registry()) {
-        bool wanted = count == 1;
-        for (int i = 1; i < count; ++i) wanted = wanted || stem(test.file) == arguments[i];
-        if (!wanted) continue;
-        ++ran;
-        try {
-            test.run();
-        } catch (const std::exception& error) {
-            ++failed;
-            std::fprintf(stderr, "FAILED %s.%s\n  %s\n", stem(test.file).c_str(), test.name, error.what());
+    for (const char* set : {"generic", "avx2", "avx512"}) {
+        if (surogate::find_kernels(set) == nullptr) continue;
+        current_set() = set;
+        for (const Test& test : registry()) {
+            bool wanted = count == 1;
+            for (int i = 1; i < count; ++i) wanted = wanted || stem(test.file) == arguments[i];
+            if (!wanted) continue;
+            ++ran;
+            try {
+                test.run();
+            } catch (const std::exception& error) {
+                ++failed;
+                std::fprintf(stderr, "FAILED %s.%s (%s kernels)\n  %s\n", stem(test.file).c_str(), test.name, set, error.what());
+            }
         }
     }
     std::printf("%d tests, %d failed\n", ran, failed);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -134,16 +135,21 @@ inline Exact plus(const Exact& a, const Data& b) {
     return sum;
 }
 
+/// The set of kernels under test: main.cpp runs all tests once with each that the processor has.
+inline const Kernels& kernel_set() { return *find_kernels(kernel_set_name().c_str()); }
+
 inline CpuBackend& backend() {
-    static CpuBackend shared(CpuOptions{2});
-    return shared;
+    static std::map<std::string, std::unique_ptr<CpuBackend>> backends;
+    std::unique_ptr<CpuBackend>& cpu = backends[kernel_set_name()];
+    if (cpu == nullptr) cpu = std::make_unique<CpuBackend>(CpuOptions{2}, kernel_set());
+    return *cpu;
 }
 
 /// Runs an operation with 1, 2, 3 and 7 threads; its results must have the same bits.
 inline void check_any_thread_count(const std::function<std::vector<Data>(CpuBackend&)>& operation) {
     std::vector<Data> first;
     for (const int threads : {1, 2, 3, 7}) {
-        CpuBackend cpu(CpuOptions{threads});
+        CpuBackend cpu(CpuOptions{threads}, kernel_set());
         std::vector<Data> results = operation(cpu);
         if (threads == 1) {
             first = std::move(results);

@@ -142,7 +142,7 @@ TEST(sum_of_squares) {
                 for (std::int64_t c = 0; c < columns; ++c) expected += static_cast<double>(x(r, c)) * static_cast<double>(x(r, c));
             }
             CHECK_NEAR(backend().sum_of_squares(x.tensor()), expected, 1e-12 * expected);
-            CpuBackend alone(CpuOptions{1}), many(CpuOptions{5});
+            CpuBackend alone(CpuOptions{1}, kernel_set()), many(CpuOptions{5}, kernel_set());
             CHECK_EQ(alone.sum_of_squares(x.tensor()), many.sum_of_squares(x.tensor()));
         }
     }

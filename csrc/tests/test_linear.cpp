@@ -1,4 +1,5 @@
 #include "backend/cpu/gemm.h"
+#include "backend/cpu/packed_gemm.h"
 #include "tests/reference.h"
 
 using namespace surogate;
@@ -9,8 +10,9 @@ namespace {
 struct Sizes {
     std::int64_t t, n, k;
 };
-// One row, odd sizes, and sizes beyond one piece of the output in one or both directions.
-const Sizes kSizes[] = {{1, 1, 1}, {1, 17, 5}, {7, 33, 19}, {64, 48, 32}, {3, 801, 9}, {1030, 5, 11}, {530, 770, 13}};
+// One row, odd sizes, and sizes beyond one piece of the output or one block of the sum, in each direction.
+const Sizes kSizes[] = {{1, 1, 1},     {1, 17, 5},     {7, 33, 19},   {16, 16, 16},   {64, 48, 32},   {3, 801, 9},
+                        {1030, 5, 11}, {530, 770, 13}, {15, 40, 577}, {9, 600, 1300}, {5, 3700, 590}, {4, 70, 9001}};
 
 Exact product(const Exact& a, bool a_turned, const Exact& b, bool b_turned, double alpha) {
     const std::int64_t m = a_turned ? a.columns() : a.rows(), k = a_turned ? a.rows() : a.columns();
@@ -74,6 +76,15 @@ TEST(linear_backward_weight) {
     }
 }
 
+TEST(linear_of_no_columns_scales_by_beta) {
+    Data x(5, 0), w(7, 0), y = Data::random(5, 7, 1);
+    const Data before = y;
+    backend().linear_forward(y.tensor(), x.tensor(), w.tensor(), {}, 1.0f, 1.0f);
+    CHECK(y.same_bits(before));
+    backend().linear_forward(y.tensor(), x.tensor(), w.tensor(), {}, 1.0f, 0.0f);
+    for (std::int64_t i = 0; i < 5; ++i) CHECK_EQ(y(i, 6), 0.0f);
+}
+
 TEST(linear_backward_is_the_gradient_of_forward) {
     Data x = Data::random(5, 6, 1), w = Data::random(7, 6, 2), dy = Data::random(5, 7, 3), dx(5, 6), dw(7, 6);
     backend().linear_backward_input(dx.tensor(), dy.tensor(), w.tensor(), 1.0f, 0.0f);
@@ -105,6 +116,25 @@ TEST(linear_bits_do_not_depend_on_threads) {
         cpu.bias_backward(db.tensor(), y.tensor());
         return std::vector<Data>{y, dx, dw, db};
     });
+}
+
+TEST(packed_product_has_the_same_bits_for_a_row_alone_and_among_others) {
+    const GemmKernels* kernels = find_gemm_kernels(kernel_set().name);
+    if (kernels == nullptr) return;  // the BLAS promises no such thing
+    Data x = Data::random(45, 700, 1), w = Data::random(75, 700, 2), all(45, 75), alone(1, 75), part(1, 20);
+    ThreadPool pool(2);
+    AlignedBuffer memory;
+    const Tensor rows = x.tensor(), weights = w.tensor();
+    packed_gemm(pool, *kernels, memory, all.tensor().f32(), all.tensor().stride, {rows.f32(), rows.stride},
+                {weights.f32(), weights.stride, true}, 45, 75, 700, 1.0f, 0.0f);
+    for (std::int64_t t = 0; t < 45; ++t) {
+        packed_gemm(pool, *kernels, memory, alone.tensor().f32(), alone.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
+                    {weights.f32(), weights.stride, true}, 1, 75, 700, 1.0f, 0.0f);
+        for (std::int64_t j = 0; j < 75; ++j) CHECK_EQ(alone(0, j), all(t, j));
+        packed_gemm(pool, *kernels, memory, part.tensor().f32(), part.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
+                    {weights.f32() + 50 * weights.stride, weights.stride, true}, 1, 20, 700, 1.0f, 0.0f);
+        for (std::int64_t j = 0; j < 20; ++j) CHECK_EQ(part(0, j), all(t, 50 + j));
+    }
 }
 
 TEST(linear_takes_empty_inputs) {

@@ -16,23 +16,23 @@ from rich.console import Console
 from rich.table import Table
 
 import surogate_rl
-from rewards import mentioned, people
 from surogate_rl.config import DatasetConfig, load_config
 from surogate_rl.data import encode_prompt, load_tasks
 from surogate_rl.learner import Learner
 from surogate_rl.models import adapter_settings, load_adapter, load_model
+from surogate_rl.rewards.numeric import Numeric
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.types import GenerateRequest, SamplingParams, Task
 
 HERE = Path(__file__).resolve().parent
 HELD_OUT_SEED = 1000
-MAX_TOKENS = 24
+MAX_TOKENS = 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="Hugging Face directory, hub id or GGUF file")
-    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     arguments = parser.parse_args()
     config = load_config(HERE / "grpo.yaml", "grpo", [f"model={arguments.model}", *arguments.overrides])
@@ -49,7 +49,7 @@ def main() -> None:
     for column in ("", "before", "after", "gained / lost", "McNemar p"):
         table.add_column(column, justify="right" if column else "left")
     summary: dict[str, object] = {"questions": len(tasks), "steps": result.steps, "minutes": round(minutes, 2)}
-    for name, judge in (("exact match", exact), ("right person, any wording", right_person)):
+    for name, judge in (("answer right, any wording", right), ("nothing but the answer", bare)):
         old = [judge(text, task) for text, task in zip(before, tasks, strict=True)]
         new = [judge(text, task) for text, task in zip(after, tasks, strict=True)]
         gained = sum(b and not a for a, b in zip(old, new, strict=True))
@@ -64,12 +64,16 @@ def main() -> None:
 
 
 def held_out(dataset: DatasetConfig, model: str, count: int) -> list[Task]:
-    """Questions of another seed, those that training may see left out."""
+    """Different questions of another seed, those left out that training may see."""
     tokenizer = load_model(model).tokenizer
-    known = {str(task.columns["question"]) for task in load_tasks([dataset], tokenizer, max_prompt_length=None).items}
-    fresh = dataset.model_copy(update={"seed": HELD_OUT_SEED, "size": 2 * count})
-    tasks = load_tasks([fresh], tokenizer, max_prompt_length=None).items
-    return [task for task in tasks if task.columns["question"] not in known][:count]
+    seen = {task.columns["question"] for task in load_tasks([dataset], tokenizer, max_prompt_length=None).items}
+    fresh = dataset.model_copy(update={"seed": HELD_OUT_SEED, "size": 20 * count})
+    chosen: list[Task] = []
+    for task in load_tasks([fresh], tokenizer, max_prompt_length=None).items:
+        if task.columns["question"] not in seen:
+            seen.add(task.columns["question"])
+            chosen.append(task)
+    return chosen[:count]
 
 
 def answers(model: str, adapter: Path | None, tasks: list[Task]) -> list[str]:
@@ -92,12 +96,13 @@ def answers(model: str, adapter: Path | None, tasks: list[Task]) -> list[str]:
     return asyncio.run(ask())
 
 
-def exact(text: str, task: Task) -> bool:
-    return text.strip() == task.columns["answer"]
+def right(text: str, task: Task) -> bool:
+    """The training reward: the last number is the answer."""
+    return Numeric()(text, task.columns["answer"]) == 1.0
 
 
-def right_person(text: str, task: Task) -> bool:
-    return mentioned(text, people(str(task.columns["question"]))) == {task.columns["answer"]}
+def bare(text: str, task: Task) -> bool:
+    return text.strip() == str(task.columns["answer"])
 
 
 def mcnemar(gained: int, lost: int) -> float:

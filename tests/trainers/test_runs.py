@@ -77,16 +77,17 @@ def test_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: Path, comma
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_weights(base: Make, tmp_path: Path) -> None:
-    whole = surogate_rl.grpo(base("grpo", output_dir=str(tmp_path / "whole"), max_steps=12))
-    config = base("grpo", output_dir=str(tmp_path / "killed"), max_steps=12, save_steps=1, resume="auto")
+    whole = surogate_rl.grpo(base("grpo", output_dir=str(tmp_path / "whole"), max_steps=60))
+    config = base("grpo", output_dir=str(tmp_path / "killed"), max_steps=60, save_steps=1, resume="auto")
     script = f"import surogate_rl; surogate_rl.grpo({config!r})"
     for kill in range(2):
         process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         steps = tmp_path / "killed" / "checkpoints"
-        while time.monotonic() < deadline and len(list(steps.glob("step-*"))) == 0 and process.poll() is None:
+        while time.monotonic() < deadline and len(list(steps.glob("step-*"))) < 1 + kill and process.poll() is None:
             time.sleep(0.02)
         time.sleep(0.05 * kill)
+        assert process.poll() is None, "it ended before it could be killed"
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     subprocess.run([sys.executable, "-c", script], check=True, stderr=subprocess.DEVNULL)
@@ -147,8 +148,12 @@ def test_how_a_step_is_cut_does_not_change_it(base: Make, tmp_path: Path, change
     a, b = weights(plain.final_model), weights(other.final_model)
     if change.keys() <= {"recompute", "threads"}:
         assert same(a, b)
+    for one_line, other_line in zip(plain.history, other.history, strict=True):
+        assert one_line["loss"] == pytest.approx(other_line["loss"], rel=1e-5)
+        assert one_line["grad_norm"] == pytest.approx(other_line["grad_norm"], rel=1e-5)
+    # of single elements Adam divides rounding by rounding where a gradient is next to nothing, so weights are compared as a whole
     for name in a:
-        np.testing.assert_allclose(a[name], b[name], atol=2e-5)
+        assert np.linalg.norm(a[name] - b[name]) <= 1e-4 * np.linalg.norm(a[name])
 
 
 def test_sft_follows_a_reference_loop_in_torch(base: Make, data: Path, tmp_path: Path) -> None:

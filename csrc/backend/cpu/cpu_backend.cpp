@@ -38,7 +38,12 @@ void over_spans(ThreadPool& pool, std::int64_t rows, std::int64_t columns, bool 
 
 }  // namespace
 
-CpuBackend::CpuBackend(const CpuOptions& options) : pool_(options.threads), kernels_(best_kernels()) { use_one_blas_thread(); }
+CpuBackend::CpuBackend(const CpuOptions& options) : CpuBackend(options, best_kernels()) {}
+
+CpuBackend::CpuBackend(const CpuOptions& options, const Kernels& kernels)
+    : pool_(options.threads), kernels_(kernels), gemm_kernels_(find_gemm_kernels(kernels.name)) {
+    use_one_blas_thread();
+}
 
 void* CpuBackend::allocate(std::size_t bytes) { return allocate_aligned(bytes); }
 

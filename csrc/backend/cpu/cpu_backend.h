@@ -6,16 +6,20 @@
 
 #include "backend/backend.h"
 #include "backend/cpu/kernels.h"
+#include "backend/cpu/packed_gemm.h"
 #include "core/memory.h"
 #include "core/thread_pool.h"
 
 namespace surogate {
 
-/// The back-end for host memory, float32. Matrix products go to the BLAS, one thread each, on pieces of the output that our own pool shares
-/// out; everything else is one fused pass. Pieces depend on shapes alone, so results have the same bits for any number of threads.
+/// The back-end for host memory, float32. Large matrix products go to our own kernels where there is AVX-512, else to the BLAS, one thread
+/// each, on pieces of the output that our own pool shares out; everything else is one fused pass. No order of a sum depends on the number
+/// of threads, so results have the same bits for any.
 class CpuBackend final : public Backend {
    public:
     explicit CpuBackend(const CpuOptions& options);
+    /// With this set of kernels, which must be one that the processor can run.
+    CpuBackend(const CpuOptions& options, const Kernels& kernels);
 
     ThreadPool& pool() { return pool_; }
     const Kernels& kernels() const { return kernels_; }
@@ -80,8 +84,12 @@ class CpuBackend final : public Backend {
     void synchronize() override {}
 
    private:
+    /// c = alpha * a b + beta * c, a [c.rows, k], b [k, c.columns]
+    void product(const Tensor& c, const Operand& a, const Operand& b, std::int64_t k, float alpha, float beta);
+
     ThreadPool pool_;
     const Kernels& kernels_;
+    const GemmKernels* gemm_kernels_;  // null: the BLAS
     // Memory that all threads of one operation share; kept, because taking it afresh each time costs page faults.
     std::mutex shared_mutex_;
     AlignedBuffer shared_;

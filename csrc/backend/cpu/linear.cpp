@@ -1,11 +1,24 @@
-#include <algorithm>
-#include <array>
-
 #include "backend/cpu/checks.h"
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/gemm.h"
 
 namespace surogate {
+
+void CpuBackend::product(const Tensor& c, const Operand& a, const Operand& b, std::int64_t k, float alpha, float beta) {
+    if (gemm_kernels_ != nullptr) {
+        const std::lock_guard<std::mutex> lock(shared_mutex_);
+        packed_gemm(pool_, *gemm_kernels_, shared_, c.f32(), c.stride, a, b, c.rows, c.columns, k, alpha, beta);
+        return;
+    }
+    const auto at = [](const Operand& x, std::int64_t row, std::int64_t column) {
+        return Operand{x.data + (x.transposed ? column * x.stride + row : row * x.stride + column), x.stride, x.transposed};
+    };
+    const Pieces pieces(c.rows, c.columns);
+    pool_.parallel_for(pieces.count(), [&](std::int64_t index) {
+        const Piece p = pieces[index];
+        gemm(row(c, p.row) + p.column, c.stride, at(a, p.row, 0), at(b, 0, p.column), p.rows, p.columns, k, alpha, beta);
+    });
+}
 
 void CpuBackend::linear_forward(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) {
     const char* op = "linear_forward";
@@ -14,13 +27,10 @@ void CpuBackend::linear_forward(const Tensor& y, const Tensor& x, const Tensor& 
     check(op, "w", w, w.rows, w.columns);
     const bool biased = bias.data != nullptr;
     if (biased) check_vector(op, "bias", bias, w.rows);
-    const Pieces pieces(x.rows, w.rows);
-    pool_.parallel_for(pieces.count(), [&](std::int64_t index) {
-        const Piece p = pieces[index];
-        float* out = row(y, p.row) + p.column;
-        gemm(out, y.stride, {row(x, p.row), x.stride}, {row(w, p.column), w.stride, true}, p.rows, p.columns, x.columns, alpha, beta);
-        if (!biased) return;
-        for (std::int64_t i = 0; i < p.rows; ++i) kernels_.add(out + i * y.stride, bias.f32() + p.column, p.columns);
+    product(y, {x.f32(), x.stride}, {w.f32(), w.stride, true}, x.columns, alpha, beta);
+    if (!biased) return;
+    pool_.parallel_ranges(y.rows, 16, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t t = begin; t < end; ++t) kernels_.add(row(y, t), bias.f32(), y.columns);
     });
 }
 
@@ -29,12 +39,7 @@ void CpuBackend::linear_backward_input(const Tensor& dx, const Tensor& dy, const
     check(op, "dx", dx, dy.rows, w.columns);
     check(op, "dy", dy, dy.rows, w.rows);
     check(op, "w", w, w.rows, w.columns);
-    const Pieces pieces(dx.rows, dx.columns);
-    pool_.parallel_for(pieces.count(), [&](std::int64_t index) {
-        const Piece p = pieces[index];
-        gemm(row(dx, p.row) + p.column, dx.stride, {row(dy, p.row), dy.stride}, {w.f32() + p.column, w.stride}, p.rows, p.columns, w.rows,
-             alpha, beta);
-    });
+    product(dx, {dy.f32(), dy.stride}, {w.f32(), w.stride}, w.rows, alpha, beta);
 }
 
 void CpuBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) {
@@ -42,27 +47,14 @@ void CpuBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, cons
     check(op, "dw", dw, dy.columns, x.columns);
     check(op, "dy", dy, dy.rows, dy.columns);
     check(op, "x", x, dy.rows, x.columns);
-    const Pieces pieces(dw.rows, dw.columns);
-    pool_.parallel_for(pieces.count(), [&](std::int64_t index) {
-        const Piece p = pieces[index];
-        gemm(row(dw, p.row) + p.column, dw.stride, {dy.f32() + p.row, dy.stride, true}, {x.f32() + p.column, x.stride}, p.rows, p.columns,
-             dy.rows, alpha, 1.0f);
-    });
+    product(dw, {dy.f32(), dy.stride, true}, {x.f32(), x.stride}, dy.rows, alpha, 1.0f);
 }
 
 void CpuBackend::bias_backward(const Tensor& db, const Tensor& dy) {
     check_vector("bias_backward", "db", db, dy.columns);
     check("bias_backward", "dy", dy, dy.rows, dy.columns);
-    // Sums of blocks of rows are added up, not row after row: rounding errors then grow with the block's size and not with T.
-    constexpr std::int64_t kRows = 32, kColumns = 256;
-    pool_.parallel_ranges(dy.columns, kColumns, [&](std::int64_t begin, std::int64_t end) {
-        std::array<float, kColumns> sums;
-        for (std::int64_t first = 0; first < dy.rows; first += kRows) {
-            sums.fill(0.0f);
-            for (std::int64_t t = first; t < std::min(first + kRows, dy.rows); ++t)
-                kernels_.add(sums.data(), row(dy, t) + begin, end - begin);
-            kernels_.add(db.f32() + begin, sums.data(), end - begin);
-        }
+    pool_.parallel_ranges(dy.columns, 256, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t t = 0; t < dy.rows; ++t) kernels_.add(db.f32() + begin, row(dy, t) + begin, end - begin);
     });
 }
 

@@ -1,0 +1,293 @@
+#include "backend/cuda/attention_graphs.h"
+
+#include <cudnn.h>
+#include <cudnn_frontend.h>
+
+#include <algorithm>
+#include <exception>
+#include <unordered_map>
+#include <vector>
+
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/cuda_error.h"
+
+namespace surogate::cuda {
+
+namespace fe = cudnn_frontend;
+
+namespace {
+
+/// Names of a graph's tensors.
+enum Id : std::int64_t { Q = 1, K, V, Out, Lse, DOut, DQ, DK, DV, LengthsQ, LengthsKv, OffsetQ, OffsetK, OffsetV, OffsetOut, OffsetLse, OffsetDOut, OffsetDQkv };
+
+// cuDNN's deterministic backward on Hopper keeps the whole of dP, which grows with the square of the longest segment.
+constexpr std::int64_t kMostDeterministicBytes = std::int64_t{8} << 30;
+
+void dnn_check(cudnnStatus_t status, const char* op, const char* call) {
+    if (status != CUDNN_STATUS_SUCCESS) throw CudaError(op, call, cudnnGetErrorString(status));
+}
+
+/// Rounded up in steps of a quarter of the power of two below: at most a quarter too long, and few different values.
+std::int64_t round_up(std::int64_t value, std::int64_t smallest) {
+    std::int64_t step = smallest;
+    while (step * 8 <= value) step *= 2;
+    return (value + step - 1) / step * step;
+}
+
+}  // namespace
+
+/// What a graph is built for.
+struct AttentionGraphs::Layout {
+    std::int64_t segments, longest, tokens, heads, kv_heads, size, window;
+    float scale;
+    bool wide;  // offsets of 64 bits
+    std::int64_t qkv_stride, out_stride, lse_stride, dqkv_stride = 0, dout_stride = 0;
+
+    Key key(bool backward) const {
+        std::int64_t scale_bits = 0;
+        std::memcpy(&scale_bits, &scale, sizeof scale);
+        return {backward ? 1 : 0, segments, longest, backward ? tokens : 0, heads,      kv_heads,    size,
+                window,           scale_bits, wide ? 1 : 0, qkv_stride,   out_stride, lse_stride, dqkv_stride * (std::int64_t{1} << 24) + dout_stride};
+    }
+};
+
+struct AttentionGraphs::Plan {
+    std::shared_ptr<fe::graph::Graph> graph;  // none: refused
+    std::string refusal;
+    std::int64_t workspace = 0;
+};
+
+AttentionGraphs::AttentionGraphs(cudaStream_t stream, int, bool deterministic) : stream_(stream), deterministic_(deterministic) {
+    const char* op = "make_cuda_backend";
+    dnn_check(cudnnCreate(&handle_), op, "cudnnCreate");
+    const cudnnStatus_t status = cudnnSetStream(handle_, stream_);
+    if (status != CUDNN_STATUS_SUCCESS) cudnnDestroy(handle_);
+    dnn_check(status, op, "cudnnSetStream");
+}
+
+AttentionGraphs::~AttentionGraphs() {
+    plans_.clear();
+    cudnnDestroy(handle_);
+}
+
+AttentionGraphs::Layout AttentionGraphs::layout_of(const Call& call, const Tensor& qkv) const {
+    Layout layout{};
+    layout.segments = call.segments.bucket;
+    layout.longest = round_up(call.segments.longest, 128);
+    layout.tokens = round_up(qkv.rows, 512);
+    layout.heads = call.shape.heads;
+    layout.kv_heads = call.shape.kv_heads;
+    layout.size = call.shape.head_dim;
+    // A window that no segment fills is none.
+    layout.window = call.shape.window >= call.segments.longest ? 0 : call.shape.window;
+    layout.scale = call.shape.scale;
+    layout.qkv_stride = qkv.stride;
+    return layout;
+}
+
+void AttentionGraphs::build(Plan& plan, const Layout& s, bool backward) {
+    using Attributes = fe::graph::Tensor_attributes;
+    auto graph = std::make_shared<fe::graph::Graph>();
+    graph->set_io_data_type(fe::DataType_t::BFLOAT16)
+        .set_intermediate_data_type(fe::DataType_t::FLOAT)
+        .set_compute_data_type(fe::DataType_t::FLOAT);
+
+    const auto integers = [&](const char* name, Id id, std::int64_t count, bool wide) {
+        return graph->tensor(Attributes()
+                                 .set_name(name)
+                                 .set_uid(id)
+                                 .set_dim({count, 1, 1, 1})
+                                 .set_stride({1, 1, 1, 1})
+                                 .set_data_type(wide ? fe::DataType_t::INT64 : fe::DataType_t::INT32));
+    };
+    const auto offsets = [&](const char* name, Id id) { return integers(name, id, s.segments + 1, s.wide); };
+    // Heads lie side by side in a row; a segment starts at its offset, so that the batch stride only has to be large enough.
+    const auto describe = [&](auto& tensor, const char* name, Id id, std::int64_t heads, std::int64_t stride, const auto& offset) {
+        tensor.set_name(name)
+            .set_uid(id)
+            .set_dim({s.segments, heads, s.longest, s.size})
+            .set_stride({s.longest * stride, s.size, stride, 1})
+            .set_ragged_offset(offset);
+    };
+    const auto input = [&](const char* name, Id id, std::int64_t heads, std::int64_t stride, const auto& offset) {
+        Attributes attributes;
+        describe(attributes, name, id, heads, stride, offset);
+        return graph->tensor(attributes);
+    };
+    const auto describe_lse = [&](auto& tensor, const auto& offset) {
+        tensor.set_name("lse")
+            .set_uid(Lse)
+            .set_dim({s.segments, s.heads, s.longest, 1})
+            .set_stride({s.longest * s.lse_stride, 1, s.lse_stride, 1})
+            .set_data_type(fe::DataType_t::FLOAT)
+            .set_ragged_offset(offset);
+    };
+
+    const auto lengths_q = integers("lengths_q", LengthsQ, s.segments, false), lengths_kv = integers("lengths_kv", LengthsKv, s.segments, false);
+    const auto offset_q = offsets("offset_q", OffsetQ), offset_k = offsets("offset_k", OffsetK), offset_v = offsets("offset_v", OffsetV);
+    const auto offset_out = offsets("offset_out", OffsetOut), offset_lse = offsets("offset_lse", OffsetLse);
+    const auto q = input("q", Q, s.heads, s.qkv_stride, offset_q), k = input("k", K, s.kv_heads, s.qkv_stride, offset_k),
+               v = input("v", V, s.kv_heads, s.qkv_stride, offset_v);
+    const auto common = [&](auto& attributes) {
+        attributes.set_attn_scale(s.scale)
+            .set_padding_mask(true)
+            .set_seq_len_q(lengths_q)
+            .set_seq_len_kv(lengths_kv)
+            .set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT)
+            .set_diagonal_band_right_bound(0);
+        // Keys from position - bound + 1 on, as our window counts.
+        if (s.window > 0) attributes.set_diagonal_band_left_bound(static_cast<int>(s.window));
+    };
+    if (!backward) {
+        fe::graph::SDPA_attributes attributes;
+        attributes.set_name("attention_forward").set_generate_stats(true);
+        common(attributes);
+        auto [out, lse] = graph->sdpa(q, k, v, attributes);
+        out->set_output(true);
+        describe(*out, "out", Out, s.heads, s.out_stride, offset_out);
+        lse->set_output(true);
+        describe_lse(*lse, offset_lse);
+    } else {
+        const auto out = input("out", Out, s.heads, s.out_stride, offset_out);
+        const auto offset_dout = s.dout_stride == s.out_stride ? offset_out : offsets("offset_dout", OffsetDOut);
+        const auto dout = input("dout", DOut, s.heads, s.dout_stride, offset_dout);
+        Attributes lse_attributes;
+        describe_lse(lse_attributes, offset_lse);
+        const auto lse = graph->tensor(lse_attributes);
+        fe::graph::SDPA_backward_attributes attributes;
+        attributes.set_name("attention_backward")
+            .set_deterministic_algorithm(deterministic_)
+            .set_max_total_seq_len_q(s.tokens)
+            .set_max_total_seq_len_kv(s.tokens);
+        common(attributes);
+        auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, dout, lse, attributes);
+        const bool own = s.dqkv_stride != s.qkv_stride;
+        const auto offset_d = own ? offsets("offset_dqkv", OffsetDQkv) : nullptr;
+        dq->set_output(true);
+        describe(*dq, "dq", DQ, s.heads, s.dqkv_stride, own ? offset_d : offset_q);
+        dk->set_output(true);
+        describe(*dk, "dk", DK, s.kv_heads, s.dqkv_stride, own ? offset_d : offset_k);
+        dv->set_output(true);
+        describe(*dv, "dv", DV, s.kv_heads, s.dqkv_stride, own ? offset_d : offset_v);
+    }
+
+    fe::error_t status = graph->build(handle_, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK});
+    if (status.is_bad()) {
+        plan.refusal = status.get_message();
+        return;
+    }
+    std::int64_t workspace = 0;
+    fe::error_t sized = graph->get_workspace_size(workspace);
+    if (sized.is_bad()) {
+        plan.refusal = sized.get_message();
+    } else if (backward && deterministic_ && workspace > kMostDeterministicBytes) {
+        plan.refusal = "its deterministic algorithm needs " + std::to_string(workspace >> 20) + " MiB";
+    } else {
+        plan.workspace = workspace;
+        plan.graph = std::move(graph);
+    }
+}
+
+AttentionGraphs::Plan& AttentionGraphs::plan_for(const Key& key, const Layout& layout, bool backward) {
+    std::unique_ptr<Plan>& known = plans_[key];
+    if (!known) {
+        auto plan = std::make_unique<Plan>();
+        try {
+            build(*plan, layout, backward);
+        } catch (const std::exception& error) {
+            plan->refusal = error.what();
+        }
+        cudaGetLastError();  // a refusal must not show up as the error of our next launch
+        known = std::move(plan);
+    }
+    refusal_ = known->refusal;
+    return *known;
+}
+
+bool AttentionGraphs::forward(const Call& call, const Tensor& out, const Tensor& lse, const Tensor& qkv) {
+    if (qkv.dtype != DType::BFloat16 || out.dtype != DType::BFloat16) {
+        refusal_ = "only bfloat16 is taken";
+        return false;
+    }
+    const AttentionShape& shape = call.shape;
+    Layout layout = layout_of(call, qkv);
+    layout.out_stride = out.stride;
+    layout.lse_stride = lse.stride;
+    layout.wide = qkv.rows * std::max({qkv.stride, out.stride, lse.stride}) >= (std::int64_t{1} << 31);
+    const Plan& plan = plan_for(layout.key(false), layout, false);
+    if (!plan.graph) return false;
+
+    auto* columns = qkv.as<char>();
+    void* offset_qkv = call.cache.offsets(call.op, call.segments, qkv.stride, layout.wide);
+    void* lengths = const_cast<std::int32_t*>(call.segments.lengths);
+    std::unordered_map<std::int64_t, void*> pack = {
+        {Q, columns},
+        {K, columns + shape.heads * shape.head_dim * 2},
+        {V, columns + (shape.heads + shape.kv_heads) * shape.head_dim * 2},
+        {Out, out.data},
+        {Lse, lse.data},
+        {LengthsQ, lengths},
+        {LengthsKv, lengths},
+        {OffsetQ, offset_qkv},
+        {OffsetK, offset_qkv},
+        {OffsetV, offset_qkv},
+        {OffsetOut, call.cache.offsets(call.op, call.segments, out.stride, layout.wide)},
+        {OffsetLse, call.cache.offsets(call.op, call.segments, lse.stride, layout.wide)},
+    };
+    void* workspace = call.workspace.reserve(call.op, static_cast<std::size_t>(std::max<std::int64_t>(plan.workspace, 1)));
+    fe::error_t status = plan.graph->execute(handle_, pack, workspace);
+    if (status.is_bad()) throw CudaError(call.op, "executing cuDNN's graph", status.get_message());
+    return true;
+}
+
+bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse,
+                               const Tensor& qkv) {
+    for (const Tensor* tensor : {&dqkv, &dout, &out, &qkv}) {
+        if (tensor->dtype != DType::BFloat16) {
+            refusal_ = "only bfloat16 is taken";
+            return false;
+        }
+    }
+    const AttentionShape& shape = call.shape;
+    Layout layout = layout_of(call, qkv);
+    layout.out_stride = out.stride;
+    layout.lse_stride = lse.stride;
+    layout.dqkv_stride = dqkv.stride;
+    layout.dout_stride = dout.stride;
+    layout.wide = qkv.rows * std::max({qkv.stride, out.stride, lse.stride, dqkv.stride, dout.stride}) *
+                      (shape.heads / shape.kv_heads) >= (std::int64_t{1} << 31);
+    const Plan& plan = plan_for(layout.key(true), layout, true);
+    if (!plan.graph) return false;
+
+    auto* columns = qkv.as<char>();
+    auto* gradients = dqkv.as<char>();
+    const std::int64_t k_bytes = shape.heads * shape.head_dim * 2, v_bytes = (shape.heads + shape.kv_heads) * shape.head_dim * 2;
+    void* offset_qkv = call.cache.offsets(call.op, call.segments, qkv.stride, layout.wide);
+    void* lengths = const_cast<std::int32_t*>(call.segments.lengths);
+    std::unordered_map<std::int64_t, void*> pack = {
+        {Q, columns},
+        {K, columns + k_bytes},
+        {V, columns + v_bytes},
+        {Out, out.data},
+        {Lse, lse.data},
+        {DOut, dout.data},
+        {DQ, gradients},
+        {DK, gradients + k_bytes},
+        {DV, gradients + v_bytes},
+        {LengthsQ, lengths},
+        {LengthsKv, lengths},
+        {OffsetQ, offset_qkv},
+        {OffsetK, offset_qkv},
+        {OffsetV, offset_qkv},
+        {OffsetOut, call.cache.offsets(call.op, call.segments, out.stride, layout.wide)},
+        {OffsetLse, call.cache.offsets(call.op, call.segments, lse.stride, layout.wide)},
+        {OffsetDOut, call.cache.offsets(call.op, call.segments, dout.stride, layout.wide)},
+        {OffsetDQkv, call.cache.offsets(call.op, call.segments, dqkv.stride, layout.wide)},
+    };
+    void* workspace = call.workspace.reserve(call.op, static_cast<std::size_t>(std::max<std::int64_t>(plan.workspace, 1)));
+    fe::error_t status = plan.graph->execute(handle_, pack, workspace);
+    if (status.is_bad()) throw CudaError(call.op, "executing cuDNN's graph", status.get_message());
+    return true;
+}
+
+}  // namespace surogate::cuda

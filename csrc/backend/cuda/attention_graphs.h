@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "backend/backend.h"
+#include "backend/cuda/segment_cache.h"
+
+struct cudnnContext;
+
+namespace surogate::cuda {
+
+class Workspace;
+
+/// Attention through cuDNN's graphs over packed segments of different lengths: q, k and v are column ranges of one matrix, read in place.
+/// A graph is built once per shape, with the number of segments, the longest segment and (backward) the number of tokens rounded up.
+class AttentionGraphs {
+   public:
+    AttentionGraphs(cudaStream_t stream, int device, bool deterministic);
+    ~AttentionGraphs();
+    AttentionGraphs(const AttentionGraphs&) = delete;
+    AttentionGraphs& operator=(const AttentionGraphs&) = delete;
+
+    struct Call {
+        const char* op;
+        SegmentsOnDevice& segments;
+        SegmentCache& cache;
+        Workspace& workspace;
+        const AttentionShape& shape;
+    };
+    /// False if cuDNN does not take it: refusal() says why, and nothing was written.
+    bool forward(const Call& call, const Tensor& out, const Tensor& lse, const Tensor& qkv);
+    bool backward(const Call& call, const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv);
+
+    const std::string& refusal() const { return refusal_; }
+
+   private:
+    using Key = std::array<std::int64_t, 14>;
+    struct Plan;
+    struct Layout;
+    Layout layout_of(const Call& call, const Tensor& qkv) const;
+    Plan& plan_for(const Key& key, const Layout& layout, bool backward);
+    void build(Plan& plan, const Layout& layout, bool backward);
+
+    cudaStream_t stream_;
+    bool deterministic_;
+    cudnnContext* handle_ = nullptr;
+    std::map<Key, std::unique_ptr<Plan>> plans_;
+    std::string refusal_;
+};
+
+}  // namespace surogate::cuda

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace surogate::cuda {
+
+/// Time on the stream of each operation, by pairs of events, and an NVTX range around each for Nsight.
+class Profiler {
+   public:
+    explicit Profiler(cudaStream_t stream) : stream_(stream) {}
+    ~Profiler();
+    Profiler(const Profiler&) = delete;
+    Profiler& operator=(const Profiler&) = delete;
+
+    /// Only the outermost operation counts; returns whether this is one, and end() is due.
+    bool begin(const char* name);
+    void end();
+    /// Waits for what is in flight. Columns: operation, calls, total, mean, share of the total.
+    std::string table();
+
+   private:
+    struct Total {
+        long calls = 0;
+        double milliseconds = 0.0;
+    };
+    struct Pair {
+        const char* name;
+        cudaEvent_t begin, end;
+    };
+    cudaEvent_t event();
+    void collect();
+
+    cudaStream_t stream_;
+    bool open_ = false;
+    std::vector<Pair> pending_;
+    std::vector<cudaEvent_t> spare_;
+    std::map<std::string, Total> totals_;
+};
+
+}  // namespace surogate::cuda
