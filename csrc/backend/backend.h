@@ -68,9 +68,9 @@ class Backend {
     virtual std::size_t available_memory() const = 0;  // bytes that allocate() can still give without doing harm
     virtual void* allocate(std::size_t bytes) = 0;     // aligned to 64 bytes, zeroed
     virtual void release(void* data) noexcept = 0;
-    virtual void upload(const Tensor& out, const void* host) = 0;  // dense host rows of out's dtype into a view
-    virtual void download(void* host, const Tensor& in) = 0;       // a view into dense host rows of its dtype
-    virtual void copy(const Tensor& out, const Tensor& in) = 0;    // between views of one dtype
+    virtual void upload(const Tensor& out, const void* host) = 0;  // dense host rows into a view: int32, or float32 whatever it is
+    virtual void download(void* host, const Tensor& in) = 0;       // a view into dense host rows, likewise
+    virtual void copy(const Tensor& out, const Tensor& in) = 0;    // of the same shape; converts
     virtual void fill(const Tensor& out, float value) = 0;
 
     // Linear algebra. Weights lie as in Hugging Face files, [N, K]: y = x W^T.

@@ -11,7 +11,6 @@
 #include "model/head.h"
 #include "model/parameter_set.h"
 #include "model/pass_buffers.h"
-#include "model/transfer.h"
 #include "optim/adamw.h"
 
 namespace surogate {
@@ -361,9 +360,9 @@ void Learner::load(const std::string& name, const float* values) {
     if (name.ends_with(".lora_A") || name.ends_with(".lora_B")) impl_->adapter_loaded = true;
 }
 
-void Learner::read(float* values, const NamedTensor& named) const { download_floats(*impl_->backend, values, named.exact()); }
+void Learner::read(float* values, const NamedTensor& named) const { impl_->backend->download(values, named.exact()); }
 
-void Learner::write(const NamedTensor& named, const float* values) { upload_floats(*impl_->backend, named.tensor, values); }
+void Learner::write(const NamedTensor& named, const float* values) { impl_->backend->upload(named.tensor, values); }
 
 const NamedTensor& Learner::find(const std::vector<NamedTensor>& tensors, const char* op, const std::string& name) {
     const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const NamedTensor& named) { return named.name == name; });

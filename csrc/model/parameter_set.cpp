@@ -7,7 +7,6 @@
 #include "core/random.h"
 #include "model/activations.h"
 #include "model/layout.h"
-#include "model/transfer.h"
 
 namespace surogate {
 
@@ -105,7 +104,7 @@ ParameterSet::ParameterSet(const ModelSpec& spec, const LearnerOptions& options,
 
 void load_parameter(Backend& backend, const NamedTensor& named, const float* values) {
     if (!named.master.empty()) backend.upload(named.master, values);
-    upload_floats(backend, named.tensor, values);
+    backend.upload(named.tensor, values);
 }
 
 /// Angles in float32 as the models were trained with (position times frequency, rounded), their cosine and sine exactly.

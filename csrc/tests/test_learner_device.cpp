@@ -7,15 +7,15 @@
 #include <string>
 #include <vector>
 
-#include "core/bfloat16.h"
 #include "generate/generator.h"
+#include "tests/bfloat16.h"
 #include "tests/harness.h"
 #include "tests/learner_cases.h"
 #include "tests/shadow_backend.h"
 
 using namespace surogate;
-using testing::adapter, testing::all_linear, testing::Arrays, testing::export_values, testing::make_arrays, testing::make_learner,
-    testing::ShadowBackend, testing::small_spec;
+using testing::adapter, testing::all_linear, testing::from_bfloat16, testing::to_bfloat16, testing::Arrays, testing::export_values,
+    testing::make_arrays, testing::make_learner, testing::ShadowBackend, testing::small_spec;
 
 namespace {
 

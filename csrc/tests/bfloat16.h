@@ -3,7 +3,7 @@
 #include <bit>
 #include <cstdint>
 
-namespace surogate {
+namespace surogate::testing {
 
 /// The upper half of a float32, rounded to nearest, ties to even; a NaN stays one.
 inline std::uint16_t to_bfloat16(float value) {
@@ -15,4 +15,4 @@ inline std::uint16_t to_bfloat16(float value) {
 
 inline float from_bfloat16(std::uint16_t value) { return std::bit_cast<float>(std::uint32_t{value} << 16); }
 
-}  // namespace surogate
+}  // namespace surogate::testing
