@@ -121,7 +121,8 @@ class Backend {
     // Rows picked by index [n] int32: what has a target enters the head.
     virtual void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;
     virtual void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;
-    /// out[index[i]] += scale[i] * in[i]. scale [n] float32; a row whose scale is 0 adds nothing, not even a NaN of its own.
+    /// out[index[i]] += scale[i] * in[i], the index rising from row to row. scale [n] float32; a row whose scale is 0 adds nothing, not
+    /// even a NaN of its own.
     virtual void scatter_add_scaled_rows(const Tensor& out, const Tensor& in, const Tensor& index, const Tensor& scale) = 0;
 
     // Head. logits [n, V]; ids >= valid_vocab count as -inf. logp, entropy, lse [n]; entropy may be empty.
