@@ -1,6 +1,6 @@
-# Defines the target surogate_cuda_libraries: cuBLASLt, cuDNN, the headers of cudnn-frontend and the CUDA runtime.
-# They are looked for in the CUDA toolkit and in the Python packages nvidia-cublas, nvidia-cudnn-cu1x and nvidia-cudnn-frontend of the
-# interpreter that builds; SUROGATE_CUDA_RPATH is where the libraries lie.
+# Defines the target surogate_cuda_libraries: cuBLASLt, cuDNN, NVRTC, the headers of cudnn-frontend and the CUDA runtime.
+# They are looked for in the CUDA toolkit and in the Python packages nvidia-cublas, nvidia-cudnn-cu1x, nvidia-cuda-nvrtc and
+# nvidia-cudnn-frontend of the interpreter that builds; SUROGATE_CUDA_RPATH is where the libraries lie.
 #
 #   SUROGATE_CUDA_ARCHS        80;89;90a;100a;120a or native
 #   SUROGATE_CUDNN_ROOT        a folder with include/cudnn.h and lib/libcudnn.so.9
@@ -47,9 +47,11 @@ endif()
 set(cublas_roots ${SUROGATE_CUBLAS_ROOT})
 set(cudnn_roots ${SUROGATE_CUDNN_ROOT})
 set(frontend_folders ${SUROGATE_CUDNN_FRONTEND})
+set(nvrtc_roots ${SUROGATE_CUBLAS_ROOT})
 foreach(packages IN LISTS surogate_packages)
     list(APPEND cublas_roots ${packages}/nvidia/cu13 ${packages}/nvidia/cublas)
     list(APPEND cudnn_roots ${packages}/nvidia/cudnn)
+    list(APPEND nvrtc_roots ${packages}/nvidia/cu13 ${packages}/nvidia/cuda_nvrtc)
     list(APPEND frontend_folders ${packages}/include)
 endforeach()
 # include/ of a virtual environment, where the wheel of cudnn-frontend puts its headers on some systems.
@@ -59,6 +61,7 @@ if(Python_EXECUTABLE)
     list(APPEND frontend_folders ${python_root}/include)
 endif()
 list(APPEND cublas_roots ${CUDAToolkit_TARGET_DIR} ${CUDAToolkit_LIBRARY_ROOT})
+list(APPEND nvrtc_roots ${CUDAToolkit_TARGET_DIR} ${CUDAToolkit_LIBRARY_ROOT})
 list(APPEND cudnn_roots ${CUDAToolkit_TARGET_DIR} ${CUDAToolkit_LIBRARY_ROOT} /usr/local /usr)
 
 # Python packages carry the versioned names alone. A header and a library of one root belong together, so the root is sought first.
@@ -81,6 +84,8 @@ endfunction()
 set(major ${CUDAToolkit_VERSION_MAJOR})
 surogate_find_pair(cublas cublasLt.h "${cublas_roots}" cublasLt libcublasLt.so.${major})
 surogate_find_pair(cudnn cudnn.h "${cudnn_roots}" cudnn libcudnn.so.9)
+# The headers of cudnn-frontend refer to it, and cuDNN compiles kernels with it.
+surogate_find_pair(nvrtc nvrtc.h "${nvrtc_roots}" nvrtc libnvrtc.so.${major})
 find_path(frontend_include cudnn_frontend.h PATHS ${frontend_folders} ${cudnn_include} /usr/local/include /usr/include NO_DEFAULT_PATH NO_CACHE)
 
 set(missing "")
@@ -89,6 +94,9 @@ if(NOT cublas_library)
 endif()
 if(NOT cudnn_library)
     string(APPEND missing "\n  cuDNN 9 (cudnn.h, libcudnn.so.9): pip install nvidia-cudnn-cu${major}, or set SUROGATE_CUDNN_ROOT")
+endif()
+if(NOT nvrtc_library)
+    string(APPEND missing "\n  NVRTC ${major} (nvrtc.h, libnvrtc.so.${major}): pip install nvidia-cuda-nvrtc, or a whole CUDA toolkit")
 endif()
 if(NOT frontend_include)
     string(APPEND missing "\n  cudnn-frontend (cudnn_frontend.h): pip install --no-deps nvidia-cudnn-frontend, or set SUROGATE_CUDNN_FRONTEND")
@@ -101,11 +109,15 @@ message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${SUROGATE_CUDA_ARCHS}; cuBLAS: 
                "cudnn-frontend: ${frontend_include}")
 
 add_library(surogate_cuda_libraries INTERFACE)
-target_include_directories(surogate_cuda_libraries SYSTEM INTERFACE ${cublas_include} ${cudnn_include} ${frontend_include})
-target_link_libraries(surogate_cuda_libraries INTERFACE CUDA::cudart_static ${cublas_library} ${cudnn_library} ${CMAKE_DL_LIBS})
+target_include_directories(surogate_cuda_libraries SYSTEM INTERFACE ${cublas_include} ${cudnn_include} ${nvrtc_include} ${frontend_include})
+target_link_libraries(surogate_cuda_libraries INTERFACE CUDA::cudart_static ${cublas_library} ${cudnn_library} ${nvrtc_library}
+                      ${CMAKE_DL_LIBS})
 target_compile_definitions(surogate_cuda_libraries INTERFACE CUDNN_FRONTEND_SKIP_JSON_LIB)
 get_filename_component(cublas_folder ${cublas_library} DIRECTORY)
 get_filename_component(cudnn_folder ${cudnn_library} DIRECTORY)
-set(SUROGATE_CUDA_RPATH ${cublas_folder} ${cudnn_folder})
+get_filename_component(nvrtc_folder ${nvrtc_library} DIRECTORY)
+set(SUROGATE_CUDA_RPATH ${cublas_folder} ${cudnn_folder} ${nvrtc_folder})
+list(REMOVE_DUPLICATES SUROGATE_CUDA_RPATH)
 # Where the Python packages lie beside ours once installed.
-set(SUROGATE_CUDA_INSTALL_RPATH "$ORIGIN/../nvidia/cu${major}/lib" "$ORIGIN/../nvidia/cublas/lib" "$ORIGIN/../nvidia/cudnn/lib")
+set(SUROGATE_CUDA_INSTALL_RPATH "$ORIGIN/../nvidia/cu${major}/lib" "$ORIGIN/../nvidia/cublas/lib" "$ORIGIN/../nvidia/cudnn/lib"
+    "$ORIGIN/../nvidia/cuda_nvrtc/lib")

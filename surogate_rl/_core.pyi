@@ -50,6 +50,7 @@ class Learner:
         recompute: bool = False,
         keep_logits: bool = False,  # all rows' between forward and backward
         head_gradient_in_forward: bool = False,  # with a frozen head: no second product over the vocabulary for backward
+        border_adapters: bool = False,  # a linear and its adapters as one product
         recipe: str = "float32",  # of weights and activations; or "bfloat16", on cuda
         logits_dtype: str = "",  # "float32", "bfloat16"; "": as the recipe
         gradient_dtype: str = "float32",  # or "bfloat16"

@@ -82,6 +82,7 @@ class Compute:
         master_weights: with bfloat16 weights: what is trained is kept in float32 too. Without, updates are rounded stochastically.
         keep_logits: keep every row's logits between forward and backward, instead of computing them again; the same bits.
         head_gradient_in_forward: with a head that is not trained: forward goes on to its gradient, which backward only scales.
+        border_adapters: keep adapters as a border of the frozen weights, so that a linear and its adapters are one product.
     """
 
     device: str = "cpu"
@@ -93,6 +94,7 @@ class Compute:
     master_weights: bool = True
     keep_logits: bool = False
     head_gradient_in_forward: bool = False
+    border_adapters: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ namespace {
 
 }  // namespace
 
+void Backend::copy_all(const std::vector<CopyItem>& items) {
+    for (const CopyItem& item : items) copy(item.out, item.in);
+}
+
 void Backend::linear_add_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias) {
     copy(y, residual);
     linear_forward(y, x, w, bias, 1.0f, 1.0f);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/tensor.h"
 
@@ -72,6 +73,11 @@ class Backend {
     virtual void download(void* host, const Tensor& in) = 0;       // a view into dense host rows, likewise
     virtual void copy(const Tensor& out, const Tensor& in) = 0;    // of the same shape; converts
     virtual void fill(const Tensor& out, float value) = 0;
+    /// Many small copies at once, to memory that does not overlap.
+    struct CopyItem {
+        Tensor out, in;
+    };
+    virtual void copy_all(const std::vector<CopyItem>& items);
 
     // Linear algebra. Weights lie as in Hugging Face files, [N, K]: y = x W^T.
     /// y [T,N] = alpha * x [T,K] w[N,K]^T + beta * y (+ bias [N], may be empty). y may be float32 beside bfloat16 x and w.

@@ -73,10 +73,10 @@ struct LearnerArguments {
 /// The parameters of Python's Learner, in the order of `learner_keywords`.
 LearnerArguments learner_arguments(const ModelSpec& spec, std::int64_t max_tokens, const std::string& device, int threads,
                                    bool deterministic, std::int64_t head_rows, bool trainable, bool recompute, bool keep_logits,
-                                   bool head_gradient_in_forward, const std::string& recipe, const std::string& logits_dtype,
-                                   const std::string& gradient_dtype, const std::string& optimizer_state_dtype, bool master_weights,
-                                   std::int64_t lora_rank, double lora_alpha, const std::vector<std::string>& lora_targets,
-                                   std::uint64_t seed, std::size_t memory_limit) {
+                                   bool head_gradient_in_forward, bool border_adapters, const std::string& recipe,
+                                   const std::string& logits_dtype, const std::string& gradient_dtype,
+                                   const std::string& optimizer_state_dtype, bool master_weights, std::int64_t lora_rank, double lora_alpha,
+                                   const std::vector<std::string>& lora_targets, std::uint64_t seed, std::size_t memory_limit) {
     LearnerOptions options;
     options.max_tokens = max_tokens;
     options.head_rows = head_rows;
@@ -84,6 +84,7 @@ LearnerArguments learner_arguments(const ModelSpec& spec, std::int64_t max_token
     options.recompute = recompute;
     options.keep_logits = keep_logits;
     options.head_gradient_in_forward = head_gradient_in_forward;
+    options.border_adapters = border_adapters;
     options.recipe.compute = dtype_from_name("recipe", recipe);
     options.recipe.logits = logits_dtype.empty() ? options.recipe.compute : dtype_from_name("logits_dtype", logits_dtype);
     options.recipe.gradient = dtype_from_name("gradient_dtype", gradient_dtype);
@@ -101,10 +102,10 @@ auto learner_keywords() {
     return std::make_tuple(py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("device") = "cpu", py::arg("threads") = 0,
                            py::arg("deterministic") = false, py::arg("head_rows") = 0, py::arg("trainable") = true,
                            py::arg("recompute") = false, py::arg("keep_logits") = false, py::arg("head_gradient_in_forward") = false,
-                           py::arg("recipe") = "float32", py::arg("logits_dtype") = "", py::arg("gradient_dtype") = "float32",
-                           py::arg("optimizer_state_dtype") = "float32", py::arg("master_weights") = true, py::arg("lora_rank") = 0,
-                           py::arg("lora_alpha") = 0.0, py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0,
-                           py::arg("memory_limit") = 0);
+                           py::arg("border_adapters") = false, py::arg("recipe") = "float32", py::arg("logits_dtype") = "",
+                           py::arg("gradient_dtype") = "float32", py::arg("optimizer_state_dtype") = "float32",
+                           py::arg("master_weights") = true, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
+                           py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0, py::arg("memory_limit") = 0);
 }
 
 /// body(LearnerArguments) as a function of those parameters.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "model/layout.h"
 #include "model/pass_buffers.h"
 
 namespace surogate {
@@ -15,31 +16,43 @@ std::int64_t count_targets(const LoraOptions& lora, std::initializer_list<Linear
                          [&](Linear linear) { return std::find(lora.targets.begin(), lora.targets.end(), linear) != lora.targets.end(); });
 }
 
+/// [T, columns] with room for `border` more columns in each row.
+Tensor take_wide(Arena& arena, std::int64_t tokens, std::int64_t columns, std::int64_t border, DType dtype) {
+    if (border == 0) return arena.take(tokens, columns, dtype);
+    return arena.take(tokens, padded_columns(columns + border), dtype).column_range(0, columns);
+}
+
+constexpr std::initializer_list<Linear> kQkv = {Linear::Q, Linear::K, Linear::V}, kGateUp = {Linear::Gate, Linear::Up};
+
 BlockActivations take_block(Arena& arena, const ModelSpec& spec, const LearnerOptions& options, std::int64_t tokens) {
-    const LoraOptions& lora = options.lora;
     const DType dtype = options.recipe.compute;
+    const BorderOptions border(options);
+    // What a linear reads, and its input times A: in the border or apart.
+    const auto take_input = [&](Tensor& input, Tensor& low, std::int64_t columns, std::initializer_list<Linear> linears) {
+        const std::int64_t width = border.width(linears), ranks = count_targets(options.lora, linears) * options.lora.rank;
+        input = take_wide(arena, tokens, columns, width, dtype);
+        if (width > 0) {
+            low = input.column_range(columns, width);
+        } else if (ranks > 0) {
+            low = arena.take(tokens, ranks, dtype);
+        }
+    };
     BlockActivations block;
-    block.attention_in = arena.take(tokens, spec.hidden, dtype);
+    take_input(block.attention_in, block.qkv_low, spec.hidden, kQkv);
     block.attention_rstd = arena.take_vector(tokens);
     block.qkv = arena.take(tokens, spec.qkv_columns(), dtype);
     if (spec.qk_norm) {
         block.raw_qk = arena.take(tokens, spec.q_columns() + spec.kv_columns(), dtype);
         block.qk_rstd = arena.take(tokens, spec.heads + spec.kv_heads);
     }
-    block.attention_out = arena.take(tokens, spec.q_columns(), dtype);
+    take_input(block.attention_out, block.o_low, spec.q_columns(), {Linear::O});
     block.lse = arena.take(tokens, spec.heads);
     block.middle = arena.take(tokens, spec.hidden, dtype);
-    block.mlp_in = arena.take(tokens, spec.hidden, dtype);
+    take_input(block.mlp_in, block.gate_up_low, spec.hidden, kGateUp);
     block.mlp_rstd = arena.take_vector(tokens);
     block.gate_up = arena.take(tokens, 2 * spec.ffn, dtype);
-    const auto low = [&](std::initializer_list<Linear> linears) {
-        const std::int64_t columns = count_targets(lora, linears) * lora.rank;
-        return columns > 0 ? arena.take(tokens, columns, dtype) : Tensor{};
-    };
-    block.qkv_low = low({Linear::Q, Linear::K, Linear::V});
-    block.o_low = low({Linear::O});
-    block.gate_up_low = low({Linear::Gate, Linear::Up});
-    block.down_low = low({Linear::Down});
+    const std::int64_t down = std::max(border.width({Linear::Down}), count_targets(options.lora, {Linear::Down}) * options.lora.rank);
+    if (down > 0) block.down_low = arena.take(tokens, down, dtype);
     return block;
 }
 
@@ -102,16 +115,17 @@ Activations lay_out_activations(Arena& arena, const ModelSpec& spec, const Learn
 
     arena.item("working buffers (" + std::to_string(tokens) + " tokens)");
     Scratch& scratch = result.scratch;
-    scratch.activated = arena.take(tokens, spec.ffn, dtype);
+    const BorderOptions border(options);
+    scratch.activated = take_wide(arena, tokens, spec.ffn, border.width({Linear::Down}), dtype);
     scratch.branch = arena.take(tokens, spec.hidden, dtype);
     if (options.trainable) {
-        scratch.d_stream = arena.take(tokens, spec.hidden, dtype);
+        scratch.d_stream = take_wide(arena, tokens, spec.hidden, std::max(border.width({Linear::O}), border.width({Linear::Down})), dtype);
         scratch.d_branch = arena.take(tokens, spec.hidden, dtype);
         scratch.d_activated = arena.take(tokens, spec.ffn, dtype);
-        scratch.d_gate_up = arena.take(tokens, 2 * spec.ffn, dtype);
+        scratch.d_gate_up = take_wide(arena, tokens, 2 * spec.ffn, border.width(kGateUp), dtype);
         scratch.d_attention_out = arena.take(tokens, spec.q_columns(), dtype);
-        scratch.d_qkv = arena.take(tokens, spec.qkv_columns(), dtype);
-        if (lora.enabled()) scratch.d_low = arena.take(tokens, 3 * lora.rank, dtype);
+        scratch.d_qkv = take_wide(arena, tokens, spec.qkv_columns(), border.width(kQkv), dtype);
+        if (lora.enabled() && !options.border_adapters) scratch.d_low = arena.take(tokens, 3 * lora.rank, dtype);
     }
     result.indices = arena.take_vector(kInputSections * section_size(tokens), DType::Int32);
     result.values = arena.take_vector(kValueSections * section_size(tokens));

@@ -10,7 +10,8 @@
 
 namespace surogate {
 
-/// What backward needs of one block, [T, ...] each, for the planned number of tokens or (by `first`) fewer.
+/// What backward needs of one block, [T, ...] each, for the planned number of tokens or (by `first`) fewer. With adapters in borders, what
+/// a linear reads has room for R more columns, and its `low` is what lies there.
 struct BlockActivations {
     Tensor attention_in;     // [T, C], normed
     Tensor attention_rstd;   // [T]
@@ -22,13 +23,13 @@ struct BlockActivations {
     Tensor mlp_in;           // [T, C], normed
     Tensor mlp_rstd;         // [T]
     Tensor gate_up;          // [T, 2F]
-    // Inputs times A of the adapters, [T, r] for each that is present, side by side.
+    // Inputs times A of the adapters, [T, r] for each that is present, side by side; with borders scaled, and down's a copy of it.
     Tensor qkv_low, o_low, gate_up_low, down_low;
 
     BlockActivations first(std::int64_t tokens) const;
 };
 
-/// Buffers of a pass that outlive no block.
+/// Buffers of a pass that outlive no block. With borders, what a linear reads in either direction has room beside it.
 struct Scratch {
     Tensor activated;  // [T, F]
     Tensor branch;     // [T, C]

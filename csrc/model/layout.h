@@ -1,9 +1,11 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
+#include "model/learner.h"
 #include "model/parameters.h"
 #include "model/recipe.h"
 #include "model/spec.h"
@@ -37,15 +39,25 @@ struct ParameterSize {
     std::int64_t total() const { return matrices + vectors; }
 };
 
-ParameterSize base_size(const ModelSpec& spec, std::int64_t padding);
+/// Which adapters lie in borders of the weights: those of `lora`, or none at all.
+struct BorderOptions {
+    LoraOptions lora;
+
+    BorderOptions() = default;
+    explicit BorderOptions(const LearnerOptions& options);
+    /// R for linears that are one product.
+    std::int64_t width(std::initializer_list<Linear> linears) const;
+};
+
+ParameterSize base_size(const ModelSpec& spec, std::int64_t padding, const BorderOptions& border);
 ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora, std::int64_t padding);
 
-/// Points the base weights of `weights` (or their gradients, or optimiser state) into a buffer of base_size(spec, padding).total() elements
-/// and appends name and view of each part, in the model's order.
-void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, ModelWeights& weights,
+/// Points the base weights of `weights` (or their gradients, or optimiser state) into a buffer of base_size(...).total() elements and
+/// appends name and view of each part, in the model's order.
+void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, const BorderOptions& border, ModelWeights& weights,
                   std::vector<NamedTensor>& names);
 
-/// The same for the adapters, adapter_size(spec, lora, padding).total() elements.
+/// The same for the adapters, adapter_size(spec, lora, padding).total() elements; where `weights` has borders they lie in those instead.
 void lay_out_adapters(const ModelSpec& spec, const LoraOptions& lora, const Tensor& buffer, std::int64_t padding, ModelWeights& weights,
                       std::vector<NamedTensor>& names);
 

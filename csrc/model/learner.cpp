@@ -349,7 +349,9 @@ void Learner::discard_pending() { impl_->pending.reset(); }
 StepStats Learner::step(const StepOptions& options) {
     impl_->require_trainable("step");
     impl_->require_no_pending("step");
-    return adamw_step(*impl_->backend, impl_->parameters.spans, options, impl_->options.seed, impl_->updates);
+    const StepStats stats = adamw_step(*impl_->backend, impl_->parameters.spans, options, impl_->options.seed, impl_->updates);
+    if (stats.applied) impl_->backend->copy_all(impl_->parameters.borders);
+    return stats;
 }
 
 void Learner::zero_gradients() { surogate::zero_gradients(*impl_->backend, impl_->parameters.spans); }

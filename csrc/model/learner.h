@@ -22,6 +22,9 @@ struct LearnerOptions {
     /// With a head that is not trained: forward goes on to the gradient of every row for a seed of 1, which backward only scales. One
     /// product less than computing the logits again; backward with dentropy still does that. Other rounding, so not the default.
     bool head_gradient_in_forward = false;
+    /// Keep the adapters as a border of the frozen weights, so that each linear with its adapters is a single product (see Border). Other
+    /// rounding than with products of their own.
+    bool border_adapters = false;
     Recipe recipe;
     LoraOptions lora;
     std::uint64_t seed = 0;        // of the fresh adapter's A, and of stochastic rounding

@@ -18,25 +18,29 @@ std::uint64_t hash_name(const std::string& name) {  // FNV-1a
     return hash;
 }
 
+/// Whether what computes are the borders, and the adapter's own buffer only holds their exact values.
+bool border_holds_copies(const LearnerOptions& options) { return options.border_adapters && options.lora.enabled(); }
+
 }  // namespace
 
 ParameterBuffers lay_out_parameters(Arena& arena, const ModelSpec& spec, const LearnerOptions& options) {
     const Recipe& recipe = options.recipe;
     const std::int64_t padding = parameter_padding(recipe);
     const bool lora = options.lora.enabled();
-    const std::int64_t base = base_size(spec, padding).total(), adapter = adapter_size(spec, options.lora, padding).total();
+    const std::int64_t base = base_size(spec, padding, BorderOptions(options)).total();
+    const std::int64_t adapter = adapter_size(spec, options.lora, padding).total();
     const std::int64_t trained = lora ? adapter : base;
     ParameterBuffers buffers;
     arena.item("weights");
     buffers.base = arena.take_vector(base, recipe.compute);
     if (lora) {
         arena.item("adapter");
-        buffers.adapter = arena.take_vector(adapter, recipe.compute);
+        buffers.adapter = arena.take_vector(adapter, border_holds_copies(options) && recipe.master ? DType::Float32 : recipe.compute);
         arena.item("initial adapter");
         buffers.initial_adapter = arena.take_vector(adapter, recipe.compute);
     }
     if (options.trainable) {
-        if (recipe.has_master()) {
+        if (recipe.has_master() && !border_holds_copies(options)) {
             arena.item("float32 master weights");
             buffers.master = arena.take_vector(trained);
         }
@@ -60,18 +64,31 @@ ParameterSet::ParameterSet(const ModelSpec& spec, const LearnerOptions& options,
         if (lora) {
             lay_out_adapters(spec, options.lora, buffer, padding, weights, names);
         } else {
-            lay_out_base(spec, buffer, padding, weights, names);
+            lay_out_base(spec, buffer, padding, {}, weights, names);
         }
     };
-    lay_out_base(spec, buffers.base, padding, live, tensors);
+    lay_out_base(spec, buffers.base, padding, BorderOptions(options), live, tensors);
     live.rope_cos = buffers.rope_cos;
     live.rope_sin = buffers.rope_sin;
-    off = initial = live;
+    off = live;
+    off.head_lora = {};
+    for (BlockWeights& block : off.blocks) block.qkv_border = block.o_border = block.gate_up_border = block.down_border = {};
+    initial = off;
     const std::size_t first_trained = lora ? tensors.size() : 0;
     if (lora) {
         lay_out_adapters(spec, options.lora, buffers.adapter, padding, live, tensors);
         std::vector<NamedTensor> unnamed;
         lay_out_adapters(spec, options.lora, buffers.initial_adapter, padding, initial, unnamed);
+    }
+    if (border_holds_copies(options)) {
+        ModelWeights unused;
+        std::vector<NamedTensor> exact;
+        lay_out_adapters(spec, options.lora, buffers.adapter, padding, unused, exact);
+        for (std::size_t i = 0; i < exact.size(); ++i) {
+            NamedTensor& named = tensors[first_trained + i];
+            named.master = exact[i].tensor;
+            borders.push_back({named.tensor, named.master});
+        }
     }
     trained.blocks.resize(static_cast<std::size_t>(spec.layers));
     if (!options.trainable) return;
@@ -89,7 +106,7 @@ ParameterSet::ParameterSet(const ModelSpec& spec, const LearnerOptions& options,
         optimizer.push_back({m_names[i].name + ".exp_avg", m_names[i].tensor, {}, true, m_names[i].is_vector});
         optimizer.push_back({v_names[i].name + ".exp_avg_sq", v_names[i].tensor, {}, true, v_names[i].is_vector});
     }
-    const ParameterSize size = lora ? adapter_size(spec, options.lora, padding) : base_size(spec, padding);
+    const ParameterSize size = lora ? adapter_size(spec, options.lora, padding) : base_size(spec, padding, {});
     const auto add_span = [&](std::int64_t first, std::int64_t count, bool decay) {
         if (count == 0) return;
         const auto part = [&](const Tensor& buffer) {

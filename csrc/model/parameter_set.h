@@ -10,7 +10,7 @@ namespace surogate {
 
 /// Flat buffers of a learner's parameters.
 struct ParameterBuffers {
-    Tensor base, adapter, initial_adapter;  // [n]
+    Tensor base, adapter, initial_adapter;  // [n]; with borders the adapter holds the exact values of those
     Tensor master;                          // float32 [n] of what is trained, beside bfloat16
     Tensor gradient, m, v;                  // [n] of what is trained: the base weights, or the adapter alone
     Tensor rope_cos, rope_sin;
@@ -24,6 +24,7 @@ struct ParameterSet {
     ModelWeights trained;             // gradients; empty where frozen
     std::vector<NamedTensor> tensors, gradients, optimizer;
     std::vector<ParameterSpan> spans;
+    std::vector<Backend::CopyItem> borders;  // adapters, from their exact values, after each update
 
     ParameterSet() = default;
     ParameterSet(const ModelSpec& spec, const LearnerOptions& options, const ParameterBuffers& buffers);

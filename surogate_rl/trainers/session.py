@@ -57,6 +57,7 @@ def compute_settings(config: TrainConfig, *, keep_logits: bool = False) -> Compu
         master_weights=config.master_weights,
         keep_logits=keep_logits,
         head_gradient_in_forward=config.device == "cuda",
+        border_adapters=config.device == "cuda",
     )
 
 

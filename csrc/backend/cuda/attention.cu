@@ -239,8 +239,7 @@ void CudaBackend::plain_attention_forward(const Tensor& out, const Tensor& lse, 
         using T = typename decltype(type)::type;
         by_head_size(shape.head_dim, [&](auto per_lane) {
             constexpr int J = per_lane();
-            attention_forward_kernel<T, J>
-                <<<blocks, kWarps * 32, 0, stream_>>>(rows_of<Any>(out), rows_of<float>(lse), rows_of<T>(qkv), s);
+            attention_forward_kernel<T, J><<<blocks, kWarps * 32, 0, stream_>>>(rows_of<Any>(out), rows_of<float>(lse), rows_of<T>(qkv), s);
         });
     });
     CUDA_LAUNCHED("attention_forward");

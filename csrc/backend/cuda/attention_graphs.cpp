@@ -18,7 +18,26 @@ namespace fe = cudnn_frontend;
 namespace {
 
 /// Names of a graph's tensors.
-enum Id : std::int64_t { Q = 1, K, V, Out, Lse, DOut, DQ, DK, DV, LengthsQ, LengthsKv, OffsetQ, OffsetK, OffsetV, OffsetOut, OffsetLse, OffsetDOut, OffsetDQkv };
+enum Id : std::int64_t {
+    Q = 1,
+    K,
+    V,
+    Out,
+    Lse,
+    DOut,
+    DQ,
+    DK,
+    DV,
+    LengthsQ,
+    LengthsKv,
+    OffsetQ,
+    OffsetK,
+    OffsetV,
+    OffsetOut,
+    OffsetLse,
+    OffsetDOut,
+    OffsetDQkv
+};
 
 // cuDNN's deterministic backward on Hopper keeps the whole of dP, which grows with the square of the longest segment.
 constexpr std::int64_t kMostDeterministicBytes = std::int64_t{8} << 30;
@@ -46,8 +65,20 @@ struct AttentionGraphs::Layout {
     Key key(bool backward) const {
         std::int64_t scale_bits = 0;
         std::memcpy(&scale_bits, &scale, sizeof scale);
-        return {backward ? 1 : 0, segments, longest, backward ? tokens : 0, heads,      kv_heads,    size,
-                window,           scale_bits, wide ? 1 : 0, qkv_stride,   out_stride, lse_stride, dqkv_stride * (std::int64_t{1} << 24) + dout_stride};
+        return {backward ? 1 : 0,
+                segments,
+                longest,
+                backward ? tokens : 0,
+                heads,
+                kv_heads,
+                size,
+                window,
+                scale_bits,
+                wide ? 1 : 0,
+                qkv_stride,
+                out_stride,
+                lse_stride,
+                dqkv_stride * (std::int64_t{1} << 24) + dout_stride};
     }
 };
 
@@ -123,7 +154,8 @@ void AttentionGraphs::build(Plan& plan, const Layout& s, bool backward) {
             .set_ragged_offset(offset);
     };
 
-    const auto lengths_q = integers("lengths_q", LengthsQ, s.segments, false), lengths_kv = integers("lengths_kv", LengthsKv, s.segments, false);
+    const auto lengths_q = integers("lengths_q", LengthsQ, s.segments, false),
+               lengths_kv = integers("lengths_kv", LengthsKv, s.segments, false);
     const auto offset_q = offsets("offset_q", OffsetQ), offset_k = offsets("offset_k", OffsetK), offset_v = offsets("offset_v", OffsetV);
     const auto offset_out = offsets("offset_out", OffsetOut), offset_lse = offsets("offset_lse", OffsetLse);
     const auto q = input("q", Q, s.heads, s.qkv_stride, offset_q), k = input("k", K, s.kv_heads, s.qkv_stride, offset_k),
@@ -254,8 +286,8 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
     layout.lse_stride = lse.stride;
     layout.dqkv_stride = dqkv.stride;
     layout.dout_stride = dout.stride;
-    layout.wide = qkv.rows * std::max({qkv.stride, out.stride, lse.stride, dqkv.stride, dout.stride}) *
-                      (shape.heads / shape.kv_heads) >= (std::int64_t{1} << 31);
+    layout.wide = qkv.rows * std::max({qkv.stride, out.stride, lse.stride, dqkv.stride, dout.stride}) * (shape.heads / shape.kv_heads) >=
+                  (std::int64_t{1} << 31);
     const Plan& plan = plan_for(layout.key(true), layout, true);
     if (!plan.graph) return false;
 

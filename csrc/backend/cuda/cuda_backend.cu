@@ -1,11 +1,10 @@
-#include "backend/cuda/cuda_backend.h"
-
 #include <cstdio>
 #include <cstring>
 #include <deque>
 
 #include "backend/cuda/attention_graphs.h"
 #include "backend/cuda/checks.h"
+#include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_error.h"
 #include "backend/cuda/kernels.cuh"
 #include "backend/cuda/linear.h"
@@ -259,7 +258,8 @@ void CudaBackend::copy(const Tensor& out, const Tensor& in) {
     if (out.dtype == in.dtype) {
         const std::size_t item = size_of(in.dtype), width = static_cast<std::size_t>(in.columns) * item;
         if (dense) {
-            CUDA_CHECK(op, cudaMemcpyAsync(out.data, in.data, width * static_cast<std::size_t>(in.rows), cudaMemcpyDeviceToDevice, stream_));
+            CUDA_CHECK(op,
+                       cudaMemcpyAsync(out.data, in.data, width * static_cast<std::size_t>(in.rows), cudaMemcpyDeviceToDevice, stream_));
         } else {
             CUDA_CHECK(op, cudaMemcpy2DAsync(out.data, static_cast<std::size_t>(out.stride) * item, in.data,
                                              static_cast<std::size_t>(in.stride) * item, width, static_cast<std::size_t>(in.rows),

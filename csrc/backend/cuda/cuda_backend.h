@@ -139,8 +139,8 @@ class CudaBackend final : public Backend {
     CudaOptions options_;
     std::recursive_mutex mutex_;
     cudaStream_t stream_ = nullptr;
-    int* fault_ = nullptr;       // on the device
-    void* host_slot_ = nullptr;  // pinned: a fault, a sum
+    int* fault_ = nullptr;                                // on the device
+    void* host_slot_ = nullptr;                           // pinned: a fault, a sum
     std::unique_ptr<cuda::Workspace> scratch_;            // partial sums of one operation
     std::unique_ptr<cuda::Workspace> attention_scratch_;  // cuDNN's
     std::unique_ptr<cuda::Profiler> profiler_;

@@ -67,9 +67,8 @@ __global__ void find_repeats_kernel(int* repeats, const std::int32_t* index, std
 
 /// out[index[i]] += in[i]. If an index may repeat, the first row of each adds up all of them, in order; that reads the whole index.
 template <int V>
-__global__ void __launch_bounds__(kThreads)
-    scatter_add_kernel(Rows<Any> out, Rows<Any> in, const std::int32_t* index, const int* repeats, std::int64_t count, std::int64_t limit,
-                       std::int64_t columns, int* fault) {
+__global__ void __launch_bounds__(kThreads) scatter_add_kernel(Rows<Any> out, Rows<Any> in, const std::int32_t* index, const int* repeats,
+                                                               std::int64_t count, std::int64_t limit, std::int64_t columns, int* fault) {
     const std::int64_t row = blockIdx.x, column = (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * V;
     if (column >= columns) return;
     const std::int32_t to = index[row];
@@ -148,9 +147,9 @@ void CudaBackend::embedding_backward(const Tensor& dtable, const Tensor& dout, c
     void* sort_memory = memory + 3 * padded;
     number_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream_>>>(numbers, count);
     CUDA_LAUNCHED(op);
-    CUDA_CHECK(op, cub::DeviceRadixSort::SortPairs(sort_memory, sort_bytes, static_cast<const std::int32_t*>(ids.i32()), sorted,
-                                                   static_cast<const std::int32_t*>(numbers), order, static_cast<int>(count), 0, 32,
-                                                   stream_));
+    CUDA_CHECK(op,
+               cub::DeviceRadixSort::SortPairs(sort_memory, sort_bytes, static_cast<const std::int32_t*>(ids.i32()), sorted,
+                                               static_cast<const std::int32_t*>(numbers), order, static_cast<int>(count), 0, 32, stream_));
     by_width(vectors_of_8(dout.columns, {&dtable, &dout}), [&](auto width) {
         constexpr int V = width();
         const dim3 grid(static_cast<unsigned>(count), blocks_for(dout.columns, kThreads * V));

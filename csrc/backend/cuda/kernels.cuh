@@ -150,9 +150,7 @@ struct Rows<Any> {
             store<V>(static_cast<bf16*>(data) + at, in);
         }
     }
-    __device__ __forceinline__ float rounded(float value) const {
-        return wide ? value : __bfloat162float(__float2bfloat16_rn(value));
-    }
+    __device__ __forceinline__ float rounded(float value) const { return wide ? value : __bfloat162float(__float2bfloat16_rn(value)); }
 };
 
 template <typename T>
@@ -209,12 +207,14 @@ void by_width(bool vectors, const Body& body) {
     }
 }
 
-inline unsigned blocks_for(std::int64_t count, std::int64_t per_block) { return static_cast<unsigned>((count + per_block - 1) / per_block); }
+inline unsigned blocks_for(std::int64_t count, std::int64_t per_block) {
+    return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
 
 // --- A row held in the registers of its threads ---------------------------------------------------------------------------------------
 
-constexpr int kRowThreads = 128;      // of a block, if a row needs no more
-constexpr int kMaxRowThreads = 512;   // of one row
+constexpr int kRowThreads = 128;     // of a block, if a row needs no more
+constexpr int kMaxRowThreads = 512;  // of one row
 constexpr int kMaxRowsPerBlock = kRowThreads / 32;
 
 /// Vectors that one thread holds of a row.

@@ -1,5 +1,3 @@
-#include "backend/cuda/linear.h"
-
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -8,6 +6,7 @@
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_error.h"
 #include "backend/cuda/kernels.cuh"
+#include "backend/cuda/linear.h"
 
 // cuBLASLt counts in columns: a row-major [m, n] of stride s is its column-major [n, m] of leading dimension s. So out = a b becomes
 // out' = b' a', with b first, and a matrix that we hold turned is one that it must not transpose.
@@ -64,9 +63,7 @@ struct Element {
     }
 };
 
-Element element(const Tensor& t, bool turned) {
-    return {t.data, turned ? 1 : t.stride, turned ? t.stride : 1, t.dtype == DType::Float32};
-}
+Element element(const Tensor& t, bool turned) { return {t.data, turned ? 1 : t.stride, turned ? t.stride : 1, t.dtype == DType::Float32}; }
 
 constexpr int kTile = 16;
 
@@ -189,12 +186,10 @@ cublasLtMatmulAlgo_t Linear::choose(const char* op, const Call& call, const Prod
 
     std::array<cublasLtMatmulHeuristicResult_t, kCandidates> results{};
     int count = 0;
-    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&call.description),
-                                                                 const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.a),
-                                                                 const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.b),
-                                                                 const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out),
-                                                                 const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out), &preference,
-                                                                 autotune_ ? kCandidates : 1, results.data(), &count);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+        handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&call.description), const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.a),
+        const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.b), const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out),
+        const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out), &preference, autotune_ ? kCandidates : 1, results.data(), &count);
     found = status == CUBLAS_STATUS_SUCCESS && count > 0 && results[0].state == CUBLAS_STATUS_SUCCESS;
     if (!found) {
         if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) {
@@ -282,13 +277,12 @@ void Linear::multiply(const char* op, const Product& given) {
         bool usable = false;
         if (shared != rounded_.end() && shared->second.found) {
             cublasLtMatmulHeuristicResult_t result{};
-            usable = cublasLtMatmulAlgoCheck(handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&call.description),
-                                             const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.a),
-                                             const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.b),
-                                             const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out),
-                                             const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out), &shared->second.algorithm,
-                                             &result) == CUBLAS_STATUS_SUCCESS &&
-                     result.workspaceSize <= kWorkspaceBytes;
+            usable =
+                cublasLtMatmulAlgoCheck(
+                    handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&call.description), const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.a),
+                    const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.b), const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out),
+                    const_cast<cublasLtMatrixLayoutOpaque_t*>(&call.out), &shared->second.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+                result.workspaceSize <= kWorkspaceBytes;
         }
         Choice fresh{};
         if (usable) {
@@ -312,7 +306,7 @@ void Linear::multiply(const char* op, const Product& given) {
     }
     if (late_bias.data != nullptr) {
         add_bias_kernel<<<dim3(static_cast<unsigned>(p.m), blocks_for(p.n, 256)), 256, 0, stream_>>>(rows_of<Any>(p.out),
-                                                                                                    rows_of<Any>(late_bias), p.n);
+                                                                                                     rows_of<Any>(late_bias), p.n);
         CUDA_LAUNCHED(op);
     }
 }

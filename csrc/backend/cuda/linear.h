@@ -21,8 +21,9 @@ class Linear {
     Linear(const Linear&) = delete;
     Linear& operator=(const Linear&) = delete;
 
-    /// out [m,n] = alpha * a [m,k] b [k,n] + beta * out (+ bias [n] if it has data). `a_turned`: a is given as [k,m]; `b_turned`: b as [n,k].
-    /// Any of bfloat16 and float32 for each, but only a and b of one type are fast. `rows_vary`, `depth_varies`: m or k is the number of tokens.
+    /// out [m,n] = alpha * a [m,k] b [k,n] + beta * out (+ bias [n] if it has data). `a_turned`: a is given as [k,m]; `b_turned`: b as
+    /// [n,k]. Any of bfloat16 and float32 for each, but only a and b of one type are fast. `rows_vary`, `depth_varies`: m or k is the
+    /// number of tokens.
     struct Product {
         Tensor out, a, b, bias;
         bool a_turned = false, b_turned = false;

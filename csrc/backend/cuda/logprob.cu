@@ -233,7 +233,8 @@ void CudaBackend::logprob_backward(const Tensor& dlogits, const Tensor& logits, 
     const bool same_rows = begin(dlogits) == begin(logits) && (logits.rows == 1 || bytes_of_row(dlogits) == bytes_of_row(logits));
     const bool narrower = size_of(dlogits.dtype) < size_of(logits.dtype);
     if (overlap && !(same_rows && size_of(dlogits.dtype) <= size_of(logits.dtype))) {
-        fail(op, ": dlogits: expected memory apart from that of logits, or the same rows (the same data, and rows that start at the same "
+        fail(op,
+             ": dlogits: expected memory apart from that of logits, or the same rows (the same data, and rows that start at the same "
              "places) of a type no wider, got an overlap");
     }
     const bool in_place = overlap && narrower;

@@ -14,9 +14,8 @@ namespace {
 constexpr int kSharedSums = 32;
 
 template <typename T, int V, bool Add>
-__global__ void __launch_bounds__(kMaxRowThreads)
-    rmsnorm_forward_kernel(Rows<T> y, Rows<T> sum, float* rstd, Rows<T> x, Rows<T> residual, Rows<Any> weight, std::int64_t rows,
-                           int columns, float eps) {
+__global__ void __launch_bounds__(kMaxRowThreads) rmsnorm_forward_kernel(Rows<T> y, Rows<T> sum, float* rstd, Rows<T> x, Rows<T> residual,
+                                                                         Rows<Any> weight, std::int64_t rows, int columns, float eps) {
     constexpr int N = kHeld<V>;
     __shared__ float shared[kSharedSums];
     const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -139,8 +138,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 
 template <int V>
 void check_width(const char* op, std::int64_t columns) {
-    require(columns <= kMaxRowColumns<V>, op, "columns",
-            V == 8 ? "at most 16384" : "at most 8192 where rows are not aligned to 16 bytes", columns);
+    require(columns <= kMaxRowColumns<V>, op, "columns", V == 8 ? "at most 16384" : "at most 8192 where rows are not aligned to 16 bytes",
+            columns);
 }
 static_assert(kMaxRowColumns<8> == 16384 && kMaxRowColumns<1> == 8192);
 
@@ -160,9 +159,9 @@ void CudaBackend::rmsnorm_forward(const Tensor& y, const Tensor& rstd, const Ten
             constexpr int V = width();
             check_width<V>(op, x.columns);
             const dim3 block = row_block<V>(x.columns);
-            rmsnorm_forward_kernel<T, V, false><<<blocks_for(x.rows, block.y), block, 0, stream_>>>(
-                rows_of<T>(y), Rows<T>{}, rstd.f32(), rows_of<T>(x), Rows<T>{}, rows_of<Any>(weight), x.rows, static_cast<int>(x.columns),
-                eps);
+            rmsnorm_forward_kernel<T, V, false>
+                <<<blocks_for(x.rows, block.y), block, 0, stream_>>>(rows_of<T>(y), Rows<T>{}, rstd.f32(), rows_of<T>(x), Rows<T>{},
+                                                                     rows_of<Any>(weight), x.rows, static_cast<int>(x.columns), eps);
         });
     });
     CUDA_LAUNCHED(op);

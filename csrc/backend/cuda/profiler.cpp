@@ -1,8 +1,9 @@
 #include "backend/cuda/profiler.h"
 
+#include <nvtx3/nvToolsExt.h>
+
 #include <algorithm>
 #include <cstdio>
-#include <nvtx3/nvToolsExt.h>
 
 #include "backend/cuda/cuda_error.h"
 

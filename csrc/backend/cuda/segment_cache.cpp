@@ -41,7 +41,8 @@ SegmentsOnDevice& SegmentCache::get(const char* op, const Segments& segments) {
         bounds.push_back(end);
         longest = std::max<std::int64_t>(longest, end - begin);
     }
-    const auto known = std::find_if(entries_.begin(), entries_.end(), [&](const SegmentsOnDevice& entry) { return entry.bounds == bounds; });
+    const auto known =
+        std::find_if(entries_.begin(), entries_.end(), [&](const SegmentsOnDevice& entry) { return entry.bounds == bounds; });
     if (known != entries_.end()) {
         std::rotate(entries_.begin(), known, known + 1);
         return entries_.front();

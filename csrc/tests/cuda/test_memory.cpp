@@ -1,0 +1,69 @@
+#include "tests/cuda/device.h"
+
+using namespace surogate;
+using namespace surogate::testing;
+
+TEST(memory_round_trips_views_of_both_types) {
+    for (const DType dtype : kTypes) {
+        for (const auto& [rows, columns] : {std::pair<std::int64_t, std::int64_t>{1, 1}, {7, 33}, {129, 4096}, {2, 4300000}}) {
+            const Host host = Host::random(rows, columns, 1, dtype);
+            for (const std::int64_t pad : {0, 3}) {
+                const OnDevice device(gpu(), host, dtype, pad);
+                compare(shape_name("upload, download", {rows, columns}, pad ? "strided" : ""), device, host, 0.0);
+            }
+        }
+    }
+}
+
+TEST(memory_upload_rounds_to_nearest) {
+    const Host host = Host::random(9, 77, 2, DType::Float32);
+    Host expected = host;
+    for (float& value : expected.values) value = to_bf16(value);
+    compare("upload of float32 into bfloat16", OnDevice(gpu(), host, DType::BFloat16, 1), expected, 0.0);
+}
+
+TEST(memory_int32_as_it_is) {
+    std::vector<std::int32_t> ids(70000);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i * 2654435761u);
+    const OnDevice device(gpu(), ids);
+    std::vector<std::int32_t> back(ids.size());
+    gpu().download(back.data(), device.tensor());
+    CHECK(back == ids);
+}
+
+TEST(memory_copy_fill_scale) {
+    for (const DType from : kTypes) {
+        for (const DType to : kTypes) {
+            for (const auto& [rows, columns, pad] :
+                 {std::tuple<std::int64_t, std::int64_t, std::int64_t>{64, 256, 0}, {5, 77, 3}, {33, 64, 8}}) {
+                const Host host = Host::random(rows, columns, 3, from);
+                Host expected = host;
+                if (to == DType::BFloat16) {
+                    for (float& value : expected.values) value = to_bf16(value);
+                }
+                const OnDevice in(gpu(), host, from, pad), out = OnDevice::poisoned(gpu(), rows, columns, to, pad);
+                gpu().copy(out.tensor(), in.tensor());
+                compare(shape_name("copy", {rows, columns, pad}, name_of(from)), out, expected, 0.0);
+                gpu().scale(out.tensor(), 0.5f);
+                for (float& value : expected.values) value *= 0.5f;
+                compare(shape_name("scale", {rows, columns, pad}), out, expected, 0.0);
+                gpu().fill(out.tensor(), -1.25f);
+                compare(shape_name("fill", {rows, columns, pad}), out, Host(rows, columns, -1.25f), 0.0);
+                gpu().fill(out.tensor(), 0.0f);
+                compare(shape_name("fill 0", {rows, columns, pad}), out, Host(rows, columns), 0.0);
+            }
+        }
+    }
+}
+
+TEST(memory_errors_say_what_and_where) {
+    CHECK_THROWS(gpu().allocate(std::size_t{1} << 50), "asked for");
+    Host host(2, 2);
+    const OnDevice device(gpu(), host, DType::Float32, 0);
+    CHECK_THROWS(gpu().copy(device.tensor(), host.tensor()), "device memory");
+    const OnDevice other(gpu(), 3, 2, DType::Float32, 0);
+    CHECK_THROWS(gpu().copy(device.tensor(), other.tensor()), "copy: out");
+    CHECK_THROWS(gpu().upload(device.tensor(), nullptr), "a null pointer");
+    // The device works on after each.
+    compare("after errors", device, host, 0.0);
+}
