@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include "core/random.h"
 #include "model/learner.h"
+#include "tests/harness.h"
 
 namespace surogate::testing {
 
@@ -87,5 +89,122 @@ inline LearnerOptions adapter(std::vector<Linear> targets) {
 }
 
 inline std::vector<Linear> all_linear() { return {Linear::Q, Linear::K, Linear::V, Linear::O, Linear::Gate, Linear::Up, Linear::Down}; }
+
+using Values = std::map<std::string, std::vector<float>>;
+
+inline Values read_all(const Learner& learner, const std::vector<NamedTensor>& tensors) {
+    Values values;
+    for (const NamedTensor& named : tensors) values[named.name] = export_values(learner, named);
+    return values;
+}
+
+struct Outcome {
+    TokenStats stats, at_once;
+    Values gradients, weights, state;
+};
+
+/// Two passes, one in two calls and one in one, and an update.
+inline Outcome run(Learner& learner, bool entropy_seed = false) {
+    const Arrays arrays = make_arrays({11, 1, 17}, 31, 3);
+    PassOptions options;
+    options.temperature = 0.8f;
+    options.valid_vocab = 33;
+    options.entropy = true;
+    Outcome outcome;
+    outcome.stats = learner.forward(arrays.batch(), options);
+    learner.backward(arrays.d_logp.data(), entropy_seed ? arrays.d_entropy.data() : nullptr);
+    outcome.at_once = learner.forward_backward(arrays.batch(), options, arrays.d_logp.data(), nullptr);
+    outcome.gradients = read_all(learner, learner.gradients());
+    StepOptions step;
+    step.learning_rate = 1e-3f;
+    step.weight_decay = 0.1f;
+    step.max_grad_norm = 1.0f;
+    CHECK(learner.step(step).applied);
+    outcome.weights = read_all(learner, learner.tensors());
+    outcome.state = read_all(learner, learner.optimizer_state());
+    return outcome;
+}
+
+inline double relative(const std::vector<float>& value, const std::vector<float>& truth) {
+    double difference = 0.0, norm = 0.0;
+    for (std::size_t i = 0; i < value.size(); ++i) {
+        difference += std::pow(static_cast<double>(value[i]) - static_cast<double>(truth[i]), 2);
+        norm += std::pow(static_cast<double>(truth[i]), 2);
+    }
+    return std::sqrt(difference / norm);
+}
+
+inline void check_same(const Values& one, const Values& other) {
+    CHECK_EQ(one.size(), other.size());
+    for (const auto& [name, values] : one) {
+        if (values != other.at(name)) report(__FILE__, __LINE__, name, " differs");
+    }
+}
+
+inline void check_same(const Outcome& one, const Outcome& other) {
+    CHECK(one.stats.logp == other.stats.logp && one.stats.entropy == other.stats.entropy);
+    CHECK(one.at_once.logp == other.at_once.logp);
+    check_same(one.gradients, other.gradients);
+    check_same(one.weights, other.weights);
+    check_same(one.state, other.state);
+}
+
+inline void check_near(const Values& one, const Values& other, double tolerance) {
+    CHECK_EQ(one.size(), other.size());
+    for (const auto& [name, values] : one) {
+        const double error = relative(values, other.at(name));
+        if (!(error <= tolerance)) report(__FILE__, __LINE__, name, ": off by ", error, " of its norm");
+    }
+}
+
+inline std::vector<float> joined(const Values& values) {
+    std::vector<float> all;
+    for (const auto& [name, part] : values) all.insert(all.end(), part.begin(), part.end());
+    return all;
+}
+
+struct Case {
+    const char* name;
+    ModelSpec spec;
+    LearnerOptions options;
+};
+
+inline std::vector<Case> cases() {
+    std::vector<Case> all;
+    ModelSpec biased = small_spec();
+    biased.qkv_bias = biased.o_bias = biased.mlp_bias = true;
+    ModelSpec normed = small_spec();
+    normed.qk_norm = normed.tied = true;
+    LearnerOptions chunks;
+    chunks.head_rows = 7;
+    all.push_back({"biased", biased, {}});
+    all.push_back({"chunks", normed, chunks});
+    chunks.recompute = true;
+    all.push_back({"recompute", biased, chunks});
+    all.push_back({"adapter", normed, adapter(all_linear())});
+    std::vector<Linear> with_head = all_linear();
+    with_head.push_back(Linear::Head);
+    all.push_back({"adapter and head", biased, adapter(with_head)});
+    LearnerOptions few = adapter({Linear::V, Linear::Up});
+    few.head_rows = 7;
+    few.recompute = true;
+    all.push_back({"adapter on two", small_spec(), few});
+    return all;
+}
+
+/// Those with adapters once more, as borders of the weights.
+inline std::vector<Case> bordered_cases() {
+    std::vector<Case> all;
+    for (Case c : cases()) {
+        c.options.border_adapters = true;
+        if (c.options.lora.enabled()) all.push_back(c);
+    }
+    return all;
+}
+
+inline LearnerOptions in_bfloat16(LearnerOptions options) {
+    options.recipe.compute = options.recipe.logits = DType::BFloat16;
+    return options;
+}
 
 }  // namespace surogate::testing
