@@ -62,7 +62,8 @@ def test_resolved(
         (
             "grpo",
             {"device": "cuda"},
-            "rollouts.engine: native samples on the cpu only, and vllm is not there yet, so grpo cannot run with device: cuda; set device: cpu",
+            "rollouts.engine: native samples on the cpu only, and vllm is not there yet, so grpo cannot run with device: cuda; "
+            "set device: cpu",
         ),
         (
             "dpo",
