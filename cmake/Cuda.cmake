@@ -110,7 +110,13 @@ message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${SUROGATE_CUDA_ARCHS}; cuBLAS: 
 
 add_library(surogate_cuda_libraries INTERFACE)
 target_include_directories(surogate_cuda_libraries SYSTEM INTERFACE ${cublas_include} ${cudnn_include} ${nvrtc_include} ${frontend_include})
-target_link_libraries(surogate_cuda_libraries INTERFACE CUDA::cudart_static ${cublas_library} ${cudnn_library} ${nvrtc_library}
+if(TARGET CUDA::cudart_static)
+    set(runtime CUDA::cudart_static)
+else()
+    set(runtime CUDA::cudart)
+    set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+endif()
+target_link_libraries(surogate_cuda_libraries INTERFACE ${runtime} ${cublas_library} ${cudnn_library} ${nvrtc_library}
                       ${CMAKE_DL_LIBS})
 target_compile_definitions(surogate_cuda_libraries INTERFACE CUDNN_FRONTEND_SKIP_JSON_LIB)
 get_filename_component(cublas_folder ${cublas_library} DIRECTORY)

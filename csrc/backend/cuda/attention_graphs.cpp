@@ -203,7 +203,7 @@ void AttentionGraphs::build(Plan& plan, const Layout& s, bool backward) {
         describe(*dv, "dv", DV, s.kv_heads, s.dqkv_stride, own ? offset_d : offset_v);
     }
 
-    fe::error_t status = graph->build(handle_, {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK});
+    fe::error_t status = graph->build(handle_, {fe::HeurMode_t::A});
     if (status.is_bad()) {
         plan.refusal = status.get_message();
         return;

@@ -1,6 +1,10 @@
 #include "backend/cuda/profiler.h"
 
+// Some packages of the toolkit come without NVTX; ranges are then left out.
+#if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
+#define SUROGATE_NVTX
+#endif
 
 #include <algorithm>
 #include <cstdio>
@@ -35,7 +39,9 @@ cudaEvent_t Profiler::event() {
 bool Profiler::begin(const char* name) {
     if (open_) return false;
     if (pending_.size() >= kMostPending) collect();
+#ifdef SUROGATE_NVTX
     nvtxRangePushA(name);
+#endif
     open_ = true;
     pending_.push_back({name, event(), event()});
     cudaEventRecord(pending_.back().begin, stream_);
@@ -45,7 +51,9 @@ bool Profiler::begin(const char* name) {
 void Profiler::end() {
     cudaEventRecord(pending_.back().end, stream_);
     open_ = false;
+#ifdef SUROGATE_NVTX
     nvtxRangePop();
+#endif
 }
 
 void Profiler::collect() {
