@@ -42,10 +42,20 @@ class Learner:
         spec: ModelSpec,
         *,
         max_tokens: int,
+        device: str = "cpu",  # or "cuda", "cuda:1", ...
         threads: int = 0,
-        head_rows: int = 0,  # rows of logits alive at once; 0: as many as make 256 MiB
+        deterministic: bool = False,  # cuda: same inputs, same bits
+        head_rows: int = 0,  # rows of logits computed at a time; 0: as many as make 256 MiB (bfloat16: 1 GiB)
         trainable: bool = True,
         recompute: bool = False,
+        keep_logits: bool = False,  # all rows' between forward and backward
+        head_gradient_in_forward: bool = False,  # with a frozen head: no second product over the vocabulary for backward
+        border_adapters: bool = False,  # a linear and its adapters as one product
+        recipe: str = "float32",  # of weights and activations; or "bfloat16", on cuda
+        logits_dtype: str = "",  # "float32", "bfloat16"; "": as the recipe
+        gradient_dtype: str = "float32",  # or "bfloat16"
+        optimizer_state_dtype: str = "float32",  # or "bfloat16"
+        master_weights: bool = True,  # bfloat16: what is trained in float32 too; else updates are rounded stochastically
         lora_rank: int = 0,
         lora_alpha: float = 0.0,
         lora_targets: Sequence[str] = (),  # "q_proj" ... "down_proj", "lm_head"
@@ -160,4 +170,7 @@ class Generator:
     @property
     def cache_tokens(self) -> int: ...  # as taken: rounded up to whole blocks
 
+def cuda_available() -> bool: ...  # whether a learner can be made with device="cuda"
+def cuda_unavailable_reason() -> str: ...  # why not, and what to do; "" if it can
+def available_memory(device: str) -> int: ...  # bytes that a learner there could take now
 def blas_name() -> str: ...

@@ -92,7 +92,7 @@ def _run(command: Command, path: str, overrides: list[str], dry_run: bool, debug
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConfigWarning)
-            config: TrainConfig = load_config(path, command, overrides)
+            config: TrainConfig = load_config(path, command, overrides, planning=dry_run)
         for warning in caught:
             print_warning(str(warning.message))
         _check_loss(config, path, overrides)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from surogate_rl.batch import PackedBatch
 
 F32 = NDArray[np.float32]
 AdapterUse = Literal["live", "initial", "off"]
+Dtype = Literal["float32", "bfloat16"]
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_TARGETS = (*ALL_LINEAR, "lm_head")
@@ -68,6 +69,35 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
+class Compute:
+    """Where a learner computes, and in which number formats.
+
+    Attributes:
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``, ...
+        deterministic: cuda: same inputs, same bits, for some speed.
+        recipe: of weights and activations; bfloat16 on cuda only.
+        logits_dtype: of the head's output; ``""``: as the recipe.
+        gradient_dtype: of the weights' gradients.
+        optimizer_state_dtype: of the moments.
+        master_weights: with bfloat16 weights: what is trained is kept in float32 too. Without, updates are rounded stochastically.
+        keep_logits: keep every row's logits between forward and backward, instead of computing them again; the same bits.
+        head_gradient_in_forward: with a head that is not trained: forward goes on to its gradient, which backward only scales.
+        border_adapters: keep adapters as a border of the frozen weights, so that a linear and its adapters are one product.
+    """
+
+    device: str = "cpu"
+    deterministic: bool = False
+    recipe: Dtype = "float32"
+    logits_dtype: Dtype | Literal[""] = ""
+    gradient_dtype: Dtype = "float32"
+    optimizer_state_dtype: Dtype = "float32"
+    master_weights: bool = True
+    keep_logits: bool = False
+    head_gradient_in_forward: bool = False
+    border_adapters: bool = False
+
+
+@dataclass(frozen=True)
 class Stats:
     """Of each position of a batch.
 
@@ -117,6 +147,7 @@ def _options(
     lora: LoraSettings | None,
     seed: int,
     memory_limit: int,
+    compute: Compute | None,
 ) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -125,6 +156,7 @@ def _options(
         "recompute": recompute,
         "seed": seed,
         "memory_limit": memory_limit,
+        **asdict(compute or Compute()),
     }
     if lora is not None:
         options |= {"lora_rank": lora.rank, "lora_alpha": float(lora.alpha), "lora_targets": list(lora.resolve(tied=spec.tied))}
@@ -137,12 +169,13 @@ class Learner:
     Args:
         spec: of the model; its weights are zero until :meth:`load_weights`.
         max_tokens: of one micro-batch.
-        threads: 0 is one per core.
+        threads: of the CPU; 0 is one per core.
         trainable: false: forward only (a reference model).
         recompute: keep only the input of each block and compute its activations again in backward; the same bits for less memory.
         lora: train an adapter and freeze the weights.
-        seed: of the fresh adapter's A.
-        memory_limit: bytes; 0 is what the machine has free.
+        seed: of the fresh adapter's A, and of stochastic rounding.
+        memory_limit: bytes; 0 is what the device has free.
+        compute: device and number formats; default: the CPU and float32.
 
     Raises:
         MemoryError: it does not fit; the message itemises what each part costs.
@@ -160,6 +193,7 @@ class Learner:
         lora: LoraSettings | None = None,
         seed: int = 0,
         memory_limit: int = 0,
+        compute: Compute | None = None,
     ) -> None:
         options = _options(
             spec,
@@ -170,6 +204,7 @@ class Learner:
             lora=lora,
             seed=seed,
             memory_limit=memory_limit,
+            compute=compute,
         )
         self.spec = spec
         self.max_tokens = max_tokens
@@ -189,6 +224,7 @@ class Learner:
         lora: LoraSettings | None = None,
         seed: int = 0,
         memory_limit: int = 0,
+        compute: Compute | None = None,
     ) -> list[tuple[str, int]]:
         """What a learner made with the same arguments would take, part by part in bytes, without taking it."""
         options = _options(
@@ -200,6 +236,7 @@ class Learner:
             lora=lora,
             seed=seed,
             memory_limit=memory_limit,
+            compute=compute,
         )
         return _core.Learner.plan(spec, **options)
 

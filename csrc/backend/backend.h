@@ -3,12 +3,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "core/tensor.h"
 
 namespace surogate {
 
-/// Packed segments: segment s owns rows [cu_seqlens[s], cu_seqlens[s + 1]). Host memory, so that a back-end can plan its work.
+/// Packed segments: segment s owns rows [cu_seqlens[s], cu_seqlens[s + 1]). Host memory, so that a back-end can plan its work; it lives as
+/// long as the call that it is passed to.
 struct Segments {
     const std::int32_t* cu_seqlens = nullptr;  // [count + 1]
     std::int64_t count = 0;
@@ -42,28 +45,45 @@ struct SampleRow {
 
 struct AdamWOptions {
     float learning_rate, beta1, beta2, epsilon, weight_decay;
-    std::int64_t step;     // from 1, for the bias correction
-    float gradient_scale;  // clipping, multiplied in on the fly
+    std::int64_t step;       // from 1, for the bias correction
+    float gradient_scale;    // clipping, multiplied in on the fly
+    std::uint64_t seed = 0;  // with `step` and the element's index it decides how stochastic rounding falls; other spans have other seeds
 };
 
 /// The whole vocabulary of operations; the only thing that knows a device. T tokens, H heads, K kv-heads, D head size, C hidden, F ffn,
 /// V vocabulary, r adapter rank. Outputs come first. A gradient is prefixed `d`; "+=" marks what accumulates.
 /// Reductions have a fixed order: same inputs give same bits, whatever the number of threads.
+///
+/// Dtypes. Weights, activations and gradients of activations are float32 or bfloat16, the same in all of one call unless said otherwise;
+/// sums are formed in float32 (or wider) and rounded once. Gradients of weights (dw, db, dtable, dweight, dq_weight, dk_weight) are
+/// float32, or bfloat16 beside bfloat16 activations. Statistics (rstd, lse, logp, entropy), their gradients, cos and sin are float32,
+/// indices int32. The CPU takes float32 alone. Any matrix may be a view with a stride; vectors are dense.
+///
+/// Order. Operations happen in the order of their calls, but may still be running when a call returns. What waits: `download`,
+/// `sum_of_squares`, `sample` and `synchronize` return when their results are there; `upload` when `host` may be changed again.
 class Backend {
    public:
     virtual ~Backend() = default;
 
     virtual Device device() const = 0;
-    virtual void* allocate(std::size_t bytes) = 0;  // aligned to 64 bytes, zeroed
+    virtual std::size_t available_memory() const = 0;  // bytes that allocate() can still give without doing harm
+    virtual void* allocate(std::size_t bytes) = 0;     // aligned to 64 bytes, zeroed
     virtual void release(void* data) noexcept = 0;
-    virtual void upload(const Tensor& out, const void* host) = 0;  // dense host rows into a view
-    virtual void download(void* host, const Tensor& in) = 0;       // a view into dense host rows
-    virtual void copy(const Tensor& out, const Tensor& in) = 0;
+    virtual void upload(const Tensor& out, const void* host) = 0;  // dense host rows into a view: int32, or float32 whatever it is
+    virtual void download(void* host, const Tensor& in) = 0;       // a view into dense host rows, likewise
+    virtual void copy(const Tensor& out, const Tensor& in) = 0;    // of the same shape; converts
     virtual void fill(const Tensor& out, float value) = 0;
+    /// Many small copies at once, to memory that does not overlap.
+    struct CopyItem {
+        Tensor out, in;
+    };
+    virtual void copy_all(const std::vector<CopyItem>& items);
 
     // Linear algebra. Weights lie as in Hugging Face files, [N, K]: y = x W^T.
-    /// y [T,N] = alpha * x [T,K] w[N,K]^T + beta * y (+ bias [N], may be empty)
+    /// y [T,N] = alpha * x [T,K] w[N,K]^T + beta * y (+ bias [N], may be empty). y may be float32 beside bfloat16 x and w.
     virtual void linear_forward(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) = 0;
+    /// y [T,N] = residual [T,N] + x [T,K] w[N,K]^T (+ bias [N], may be empty). y and residual are different buffers.
+    virtual void linear_add_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias);
     /// dx [T,K] = alpha * dy [T,N] w[N,K] + beta * dx
     virtual void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) = 0;
     /// dw [N,K] += alpha * dy [T,N]^T x [T,K]
@@ -107,29 +127,40 @@ class Backend {
     // Rows picked by index [n] int32: what has a target enters the head.
     virtual void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;
     virtual void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;
+    /// out[index[i]] += scale[i] * in[i], the index rising from row to row. scale [n] float32; a row whose scale is 0 adds nothing, not
+    /// even a NaN of its own.
+    virtual void scatter_add_scaled_rows(const Tensor& out, const Tensor& in, const Tensor& index, const Tensor& scale) = 0;
 
     // Head. logits [n, V]; ids >= valid_vocab count as -inf. logp, entropy, lse [n]; entropy may be empty.
     virtual void logprob_forward(const Tensor& logp, const Tensor& entropy, const Tensor& lse, const Tensor& logits, const Tensor& targets,
                                  float temperature, std::int64_t valid_vocab) = 0;
-    /// logits are replaced by their gradient, given dlogp and dentropy (may be empty) [n]
-    virtual void logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets,
-                                  const Tensor& dlogp, const Tensor& dentropy, float temperature, std::int64_t valid_vocab) = 0;
+    /// dlogits [n, V] from dlogp and dentropy (may be empty) [n]. A row whose seeds are 0 gives zeros. dlogits may be the logits
+    /// themselves. Beside float32 logits it may be bfloat16, and then still share their memory row by row: the same data, twice the stride
+    /// in elements.
+    virtual void logprob_backward(const Tensor& dlogits, const Tensor& logits, const Tensor& lse, const Tensor& entropy,
+                                  const Tensor& targets, const Tensor& dlogp, const Tensor& dentropy, float temperature,
+                                  std::int64_t valid_vocab) = 0;
 
-    // Optimiser, over flat spans.
+    // Optimiser, over flat spans [n].
     virtual double sum_of_squares(const Tensor& x) = 0;
-    virtual void adamw(const Tensor& weight, const Tensor& m, const Tensor& v, const Tensor& gradient, const AdamWOptions& options) = 0;
+    /// One update of AdamW with decoupled decay. `master` float32 holds the exact weights beside bfloat16 ones, which become its values
+    /// rounded to nearest; empty: `weight` is all there is, and if it is bfloat16 it is rounded stochastically. m and v are float32, or
+    /// bfloat16 and rounded stochastically; the gradient as above.
+    virtual void adamw(const Tensor& weight, const Tensor& master, const Tensor& m, const Tensor& v, const Tensor& gradient,
+                       const AdamWOptions& options) = 0;
 
-    // Generation. A row's result never depends on the other rows of the call.
+    // Generation. A row's result never depends on the other rows of the call. A back-end without a sampler leaves these as they are: they
+    // throw std::invalid_argument and say so.
     /// y [n,N] = alpha * x [n,K] w[N,K]^T + beta * y (+ bias), n small; each row has the same bits alone and among others
-    virtual void decode_linear(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) = 0;
+    virtual void decode_linear(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta);
     /// writes the k and v columns of qkv [n, (H+2K)*D] to rows `slots` [n] (int32) of the cache
-    virtual void cache_write(const PagedCache& cache, const Tensor& qkv, const Tensor& slots, const AttentionShape& shape) = 0;
+    virtual void cache_write(const PagedCache& cache, const Tensor& qkv, const Tensor& slots, const AttentionShape& shape);
     /// out [n, H*D]; query row i belongs to sequence i
-    virtual void paged_attention(const Tensor& out, const Tensor& qkv, const PagedCache& cache, const AttentionShape& shape) = 0;
+    virtual void paged_attention(const Tensor& out, const Tensor& qkv, const PagedCache& cache, const AttentionShape& shape);
 
     /// tokens, logp [n], host; logits [n, V], of which the first `valid_vocab` count. logp is at the row's temperature (1 where that is 0)
     /// and before the filters. A row with a logit that is not finite gives the token -1.
-    virtual void sample(std::int32_t* tokens, float* logp, const Tensor& logits, const SampleRow* rows, std::int64_t valid_vocab) = 0;
+    virtual void sample(std::int32_t* tokens, float* logp, const Tensor& logits, const SampleRow* rows, std::int64_t valid_vocab);
 
     virtual void synchronize() = 0;
 };
@@ -150,5 +181,8 @@ struct CudaOptions {
 
 /// bf16 or float32 per tensor; statistics, rotations and losses in float32. Throws where this build or this machine has no CUDA.
 std::unique_ptr<Backend> make_cuda_backend(const CudaOptions& options);
+
+/// Why make_cuda_backend cannot work here (not built with it, no driver, no device), and what to do; empty if it can.
+std::string cuda_unavailable_reason();
 
 }  // namespace surogate

@@ -1,7 +1,9 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -42,19 +44,74 @@ ModelSpec make_spec(const py::kwargs& fields) {
     return spec;
 }
 
-LearnerOptions make_options(std::int64_t max_tokens, std::int64_t head_rows, bool trainable, bool recompute, std::int64_t lora_rank,
-                            double lora_alpha, const std::vector<std::string>& lora_targets, std::uint64_t seed, std::size_t memory_limit) {
+/// "cpu", "cuda" or "cuda:N"
+std::shared_ptr<Backend> make_backend(const std::string& device, int threads, bool deterministic) {
+    require(threads >= 0, "Learner", "threads", "a positive number, or 0 for one per core", threads);
+    if (device == "cpu") return make_cpu_backend({threads});
+    const std::string prefix = "cuda:";
+    CudaOptions options;
+    options.deterministic = deterministic;
+    if (device.starts_with(prefix) && device.size() > prefix.size() && device.size() < prefix.size() + 4 &&
+        std::all_of(device.begin() + static_cast<std::ptrdiff_t>(prefix.size()), device.end(),
+                    [](char c) { return c >= '0' && c <= '9'; })) {
+        options.device = std::stoi(device.substr(prefix.size()));
+    } else {
+        require(device == "cuda", "Learner", "device", "'cpu', 'cuda' or 'cuda:N'", "'" + device + "'");
+    }
+    return make_cuda_backend(options);
+}
+
+/// What a learner and its plan are made from.
+struct LearnerArguments {
+    ModelSpec spec;
+    LearnerOptions options;
+    std::string device;
+    int threads;
+    bool deterministic;
+};
+
+/// The parameters of Python's Learner, in the order of `learner_keywords`.
+LearnerArguments learner_arguments(const ModelSpec& spec, std::int64_t max_tokens, const std::string& device, int threads,
+                                   bool deterministic, std::int64_t head_rows, bool trainable, bool recompute, bool keep_logits,
+                                   bool head_gradient_in_forward, bool border_adapters, const std::string& recipe,
+                                   const std::string& logits_dtype, const std::string& gradient_dtype,
+                                   const std::string& optimizer_state_dtype, bool master_weights, std::int64_t lora_rank, double lora_alpha,
+                                   const std::vector<std::string>& lora_targets, std::uint64_t seed, std::size_t memory_limit) {
     LearnerOptions options;
     options.max_tokens = max_tokens;
     options.head_rows = head_rows;
     options.trainable = trainable;
     options.recompute = recompute;
+    options.keep_logits = keep_logits;
+    options.head_gradient_in_forward = head_gradient_in_forward;
+    options.border_adapters = border_adapters;
+    options.recipe.compute = dtype_from_name("recipe", recipe);
+    options.recipe.logits = logits_dtype.empty() ? options.recipe.compute : dtype_from_name("logits_dtype", logits_dtype);
+    options.recipe.gradient = dtype_from_name("gradient_dtype", gradient_dtype);
+    options.recipe.state = dtype_from_name("optimizer_state_dtype", optimizer_state_dtype);
+    options.recipe.master = master_weights;
     options.lora.rank = lora_rank;
     options.lora.alpha = static_cast<float>(lora_alpha);
     for (const std::string& target : lora_targets) options.lora.targets.push_back(linear_from_name(target));
     options.seed = seed;
     options.memory_limit = memory_limit;
-    return options;
+    return {spec, options, device, threads, deterministic};
+}
+
+auto learner_keywords() {
+    return std::make_tuple(py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("device") = "cpu", py::arg("threads") = 0,
+                           py::arg("deterministic") = false, py::arg("head_rows") = 0, py::arg("trainable") = true,
+                           py::arg("recompute") = false, py::arg("keep_logits") = false, py::arg("head_gradient_in_forward") = false,
+                           py::arg("border_adapters") = false, py::arg("recipe") = "float32", py::arg("logits_dtype") = "",
+                           py::arg("gradient_dtype") = "float32", py::arg("optimizer_state_dtype") = "float32",
+                           py::arg("master_weights") = true, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
+                           py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0, py::arg("memory_limit") = 0);
+}
+
+/// body(LearnerArguments) as a function of those parameters.
+template <typename Body, typename... Parameters>
+auto of_arguments(LearnerArguments (*collect)(Parameters...), Body body) {
+    return [collect, body](Parameters... parameters) { return body(collect(std::forward<Parameters>(parameters)...)); };
 }
 
 AdapterUse adapter_use(const char* op, const std::string& name) {
@@ -110,7 +167,7 @@ py::object export_tensor(Handle& handle, const char* op, const std::string& name
     const NamedTensor& named = Learner::find((handle.learner.*list)(), op, name);
     py::array_t<float> result(py::cast<std::vector<py::ssize_t>>(shape_of(named)));
     float* data = result.mutable_data();
-    locked(handle, [&](Learner& learner) { learner.backend().download(data, named.tensor); });
+    locked(handle, [&](Learner& learner) { learner.read(data, named); });
     return result;
 }
 
@@ -119,7 +176,7 @@ void load_tensor(Handle& handle, const char* op, const std::string& name, const 
     const NamedTensor& named = Learner::find((handle.learner.*list)(), op, name);
     const Float32Array array = checked_value(op, named, value);
     const float* data = array.data();
-    locked(handle, [&](Learner& learner) { learner.backend().upload(named.tensor, data); });
+    locked(handle, [&](Learner& learner) { learner.write(named, data); });
 }
 
 void bind_spec(py::module_& module) {
@@ -150,6 +207,9 @@ void bind_spec(py::module_& module) {
 
 void bind_learner(py::module_& module) {
     bind_spec(module);
+    module.def(
+        "available_memory", [](const std::string& device) { return make_backend(device, 1, false)->available_memory(); }, py::arg("device"),
+        "Bytes that a learner on this device could take now.");
 
     py::class_<StepStats>(module, "StepStats", "What one optimiser step did.")
         .def_readonly("grad_norm", &StepStats::grad_norm)
@@ -160,31 +220,20 @@ void bind_learner(py::module_& module) {
                    ", step=" + std::to_string(stats.step) + ")";
         });
 
-    py::class_<Handle, std::shared_ptr<Handle>>(module, "Learner",
-                                                "One model: log-probabilities, gradients, optimiser. Calls from several threads queue up.")
-        .def(py::init([](const ModelSpec& spec, std::int64_t max_tokens, int threads, std::int64_t head_rows, bool trainable,
-                         bool recompute, std::int64_t lora_rank, double lora_alpha, const std::vector<std::string>& lora_targets,
-                         std::uint64_t seed, std::size_t memory_limit) {
-                 require(threads >= 0, "Learner", "threads", "a positive number, or 0 for one per core", threads);
-                 const LearnerOptions options =
-                     make_options(max_tokens, head_rows, trainable, recompute, lora_rank, lora_alpha, lora_targets, seed, memory_limit);
-                 py::gil_scoped_release release;
-                 return std::make_shared<Handle>(std::shared_ptr<Backend>(make_cpu_backend({threads})), spec, options);
-             }),
-             py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("threads") = 0, py::arg("head_rows") = 0,
-             py::arg("trainable") = true, py::arg("recompute") = false, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
-             py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0, py::arg("memory_limit") = 0)
-        .def_static(
-            "plan",
-            [](const ModelSpec& spec, std::int64_t max_tokens, int, std::int64_t head_rows, bool trainable, bool recompute,
-               std::int64_t lora_rank, double lora_alpha, const std::vector<std::string>& lora_targets, std::uint64_t seed,
-               std::size_t memory_limit) {
-                return memory_list(Learner::plan(spec, make_options(max_tokens, head_rows, trainable, recompute, lora_rank, lora_alpha,
-                                                                    lora_targets, seed, memory_limit)));
-            },
-            py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("threads") = 0, py::arg("head_rows") = 0,
-            py::arg("trainable") = true, py::arg("recompute") = false, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
-            py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0, py::arg("memory_limit") = 0)
+    py::class_<Handle, std::shared_ptr<Handle>> learner(
+        module, "Learner", "One model: log-probabilities, gradients, optimiser. Calls from several threads queue up.");
+    const auto make = [](const LearnerArguments& given) {
+        py::gil_scoped_release release;
+        return std::make_shared<Handle>(make_backend(given.device, given.threads, given.deterministic), given.spec, given.options);
+    };
+    const auto plan = [](const LearnerArguments& given) { return memory_list(Learner::plan(given.spec, given.options)); };
+    std::apply(
+        [&](const auto&... keywords) {
+            learner.def(py::init(of_arguments(&learner_arguments, make)), keywords...)
+                .def_static("plan", of_arguments(&learner_arguments, plan), keywords...);
+        },
+        learner_keywords());
+    learner
         .def(
             "score",
             [](Handle& handle, const py::object& tokens, const py::object& positions, const py::object& cu_seqlens,
@@ -284,9 +333,9 @@ void bind_learner(py::module_& module) {
                 const float* data = array.data();
                 locked(handle, [&](Learner& learner) {
                     std::vector<float> sum(static_cast<std::size_t>(named.tensor.size()));
-                    learner.backend().download(sum.data(), named.tensor);
+                    learner.read(sum.data(), named);
                     for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += data[i];
-                    learner.backend().upload(named.tensor, sum.data());
+                    learner.write(named, sum.data());
                 });
             },
             py::arg("name"), py::arg("value"))

@@ -1,3 +1,4 @@
+#include "backend/backend.h"
 #include "backend/cpu/gemm.h"
 #include "bind/bind.h"
 #include "core/error.h"
@@ -17,5 +18,8 @@ PYBIND11_MODULE(_core, module) {
 
     surogate::bind_learner(module);
     surogate::bind_generator(module);
+    module.def(
+        "cuda_available", [] { return surogate::cuda_unavailable_reason().empty(); }, "Whether a learner can be made with device='cuda'.");
+    module.def("cuda_unavailable_reason", &surogate::cuda_unavailable_reason, "Why not, and what to do; empty if it can.");
     module.def("blas_name", &surogate::blas_name, "The BLAS that does the matrix products, with its version where it tells one.");
 }

@@ -2,9 +2,12 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <fstream>
 #include <limits>
+#include <sstream>
 #include <string>
 
 #include "core/error.h"
@@ -12,8 +15,32 @@
 namespace surogate {
 
 namespace {
+
 constexpr std::uintptr_t kHugePage = std::uintptr_t{2} << 20;
+
+/// The number in a file of one number, or `missing` (also for "max").
+std::size_t read_number(const std::string& path, std::size_t missing) {
+    std::ifstream file(path);
+    std::size_t value = 0;
+    return file >> value ? value : missing;
 }
+
+/// What the control group at `directory` still allows. Cached files count as used there, but give way when memory is asked for.
+std::size_t cgroup_available(const std::string& directory) {
+    constexpr std::size_t unlimited = std::numeric_limits<std::size_t>::max();
+    const std::size_t limit = read_number(directory + "/memory.max", unlimited);
+    if (limit == unlimited) return unlimited;
+    std::size_t used = read_number(directory + "/memory.current", 0);
+    std::ifstream statistics(directory + "/memory.stat");
+    std::string key;
+    std::size_t value = 0;
+    while (statistics >> key >> value) {
+        if (key == "inactive_file") used -= std::min(used, value);
+    }
+    return limit - std::min(limit, used);
+}
+
+}  // namespace
 
 void* allocate_aligned(std::size_t bytes) {
     const std::size_t extra = kAlignment + sizeof(void*);
@@ -37,6 +64,30 @@ void* allocate_aligned(std::size_t bytes) {
 
 void release_aligned(void* data) noexcept {
     if (data != nullptr) std::free(static_cast<void**>(data)[-1]);
+}
+
+std::size_t available_host_memory() {
+    std::size_t available = std::numeric_limits<std::size_t>::max();
+    std::ifstream meminfo("/proc/meminfo");
+    std::string line;
+    while (std::getline(meminfo, line)) {
+        std::istringstream fields(line);
+        std::string key;
+        std::size_t kibibytes = 0;
+        if (fields >> key >> kibibytes && key == "MemAvailable:") available = kibibytes * 1024;
+    }
+    // A limit may sit at any level between the process's group and the root; "0::/path" is the line of the unified hierarchy.
+    std::ifstream groups("/proc/self/cgroup");
+    while (std::getline(groups, line)) {
+        if (line.rfind("0::", 0) != 0) continue;
+        std::string path = line.substr(3);
+        while (true) {
+            available = std::min(available, cgroup_available("/sys/fs/cgroup" + path));
+            if (path.empty()) break;
+            path.erase(path.rfind('/'));
+        }
+    }
+    return available;
 }
 
 void* AlignedBuffer::reserve(std::size_t bytes) {

@@ -11,6 +11,9 @@ inline constexpr std::size_t kAlignment = 64;  // a cache line, and the widest v
 void* allocate_aligned(std::size_t bytes);
 void release_aligned(void* data) noexcept;
 
+/// Bytes that can be taken without swapping: the system's MemAvailable, or less where the process's control group allows less.
+std::size_t available_host_memory();
+
 /// Owns aligned memory that grows on demand and never shrinks; what was in it is lost when it grows.
 class AlignedBuffer {
    public:

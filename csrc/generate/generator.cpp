@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/error.h"
 #include "core/random.h"
 #include "generate/decode_pass.h"
 #include "generate/scheduler.h"
@@ -52,9 +53,12 @@ Layout lay_out(Arena& arena, const ModelSpec& spec, const LoraOptions& lora, con
 }
 
 std::unique_ptr<Arena> take_memory(Learner& learner, const GeneratorOptions& options) {
+    if (learner.backend().device().kind != Device::Kind::Cpu) {
+        fail("Generator: the native sampler runs on the cpu only, this learner is on cuda");
+    }
     auto arena = std::make_unique<Arena>();
     lay_out(*arena, learner.spec(), learner.options().lora, options);
-    require_memory(arena->items(), 0, "Lower cache_tokens, max_sequences or prefill_chunk.");
+    require_memory(arena->items(), 0, learner.backend(), "Lower cache_tokens, max_sequences or prefill_chunk.");
     arena->allocate(learner.backend());
     return arena;
 }

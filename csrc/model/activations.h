@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "model/arena.h"
@@ -9,7 +10,8 @@
 
 namespace surogate {
 
-/// What backward needs of one block, [T, ...] each, for the planned number of tokens or (by `first`) fewer.
+/// What backward needs of one block, [T, ...] each, for the planned number of tokens or (by `first`) fewer. With adapters in borders, what
+/// a linear reads has room for R more columns, and its `low` is what lies there.
 struct BlockActivations {
     Tensor attention_in;     // [T, C], normed
     Tensor attention_rstd;   // [T]
@@ -21,13 +23,13 @@ struct BlockActivations {
     Tensor mlp_in;           // [T, C], normed
     Tensor mlp_rstd;         // [T]
     Tensor gate_up;          // [T, 2F]
-    // Inputs times A of the adapters, [T, r] for each that is present, side by side.
+    // Inputs times A of the adapters, [T, r] for each that is present, side by side; with borders scaled, and down's a copy of it.
     Tensor qkv_low, o_low, gate_up_low, down_low;
 
     BlockActivations first(std::int64_t tokens) const;
 };
 
-/// Buffers of a pass that outlive no block.
+/// Buffers of a pass that outlive no block. With borders, what a linear reads in either direction has room beside it.
 struct Scratch {
     Tensor activated;  // [T, F]
     Tensor branch;     // [T, C]
@@ -42,29 +44,42 @@ struct Scratch {
     Scratch first(std::int64_t tokens) const;
 };
 
-/// Buffers of the LM head: one chunk of R rows, and numbers of all rows with a target.
+/// Buffers of the LM head: of one chunk of R rows, or of all rows if the logits are kept.
 struct HeadBuffers {
-    Tensor rows, normed;                           // [R, C]: gathered rows of the last block's output, and normed
-    Tensor rstd;                                   // [R]
-    Tensor logits;                                 // [R, V]
-    Tensor low;                                    // [R, r]
-    Tensor d_normed;                               // [R, C]; backward only
-    Tensor d_rows;                                 // [R, C]
-    Tensor d_low;                                  // [R, r]
-    Tensor index, targets;                         // [T] int32
-    Tensor logp, entropy, lse, d_logp, d_entropy;  // [T]
+    std::int64_t chunk = 0;  // R
+    bool kept = false;       // the buffers hold every row's, not a chunk's
+    Tensor rows, normed;     // [R, C]: gathered rows of the last block's output, and normed
+    Tensor rstd;             // [R]
+    Tensor logits;           // [R, V]
+    Tensor low;              // [R, r]
+    Tensor d_normed;         // [R, C] of one chunk; backward only
+    Tensor d_rows;           // [R, C] of one chunk, or of all rows if forward computes them
+    Tensor d_low;            // [R, r] of one chunk
 };
 
 struct Activations {
-    Tensor tokens, positions;              // [T] int32
+    Tensor indices;                        // int32: ids, positions, ... of the present batch, see PassInputs
+    Tensor values;                         // float32: log-probabilities, ... and their gradients, see RowValues
     std::vector<Tensor> stream;            // the residual stream before each block and behind the last; a single one without a backward
     std::vector<BlockActivations> blocks;  // one per layer, or a single one if nothing is kept
     Scratch scratch;
     HeadBuffers head;
 };
 
-/// Rows of logits alive at once: options.head_rows, or a number that depends on the vocabulary alone; never more than max_tokens.
+/// Rows of logits computed at a time: options.head_rows, or a number that depends on vocabulary and recipe alone; never more than
+/// max_tokens.
 std::int64_t head_chunk_rows(const ModelSpec& spec, const LearnerOptions& options);
+
+/// Columns of a bfloat16 matrix whose rows all start on a 128-byte line.
+constexpr std::int64_t padded_columns(std::int64_t columns) { return (columns + 63) / 64 * 64; }
+
+/// Whether forward computes the gradient of every row for a seed of 1.
+bool head_gradient_in_forward(const LearnerOptions& options);
+
+/// Whether anything below the head is trained.
+bool decoder_trained(const LearnerOptions& options);
+
+bool targets_any(const LoraOptions& lora, std::initializer_list<Linear> linears);
 
 Activations lay_out_activations(Arena& arena, const ModelSpec& spec, const LearnerOptions& options);
 

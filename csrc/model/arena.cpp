@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
-#include <limits>
 #include <sstream>
 
 #include "core/error.h"
@@ -12,29 +10,7 @@ namespace surogate {
 
 namespace {
 
-constexpr std::size_t kPadding = 64;  // bytes: a view starts on a cache line
-
-/// The number in a file of one number, or `missing` (also for "max").
-std::size_t read_number(const std::string& path, std::size_t missing) {
-    std::ifstream file(path);
-    std::size_t value = 0;
-    return file >> value ? value : missing;
-}
-
-/// What the control group at `directory` still allows. Cached files count as used there, but give way when memory is asked for.
-std::size_t cgroup_available(const std::string& directory) {
-    constexpr std::size_t unlimited = std::numeric_limits<std::size_t>::max();
-    const std::size_t limit = read_number(directory + "/memory.max", unlimited);
-    if (limit == unlimited) return unlimited;
-    std::size_t used = read_number(directory + "/memory.current", 0);
-    std::ifstream statistics(directory + "/memory.stat");
-    std::string key;
-    std::size_t value = 0;
-    while (statistics >> key >> value) {
-        if (key == "inactive_file") used -= std::min(used, value);
-    }
-    return limit - std::min(limit, used);
-}
+constexpr std::size_t kPadding = 256;  // bytes: a view starts on a line of any cache and is fit for the widest loads
 
 }  // namespace
 
@@ -93,34 +69,10 @@ std::string human_bytes(std::size_t bytes) {
     return text;
 }
 
-std::size_t available_host_memory() {
-    std::size_t available = std::numeric_limits<std::size_t>::max();
-    std::ifstream meminfo("/proc/meminfo");
-    std::string line;
-    while (std::getline(meminfo, line)) {
-        std::istringstream fields(line);
-        std::string key;
-        std::size_t kibibytes = 0;
-        if (fields >> key >> kibibytes && key == "MemAvailable:") available = kibibytes * 1024;
-    }
-    // A limit may sit at any level between the process's group and the root; "0::/path" is the line of the unified hierarchy.
-    std::ifstream groups("/proc/self/cgroup");
-    while (std::getline(groups, line)) {
-        if (line.rfind("0::", 0) != 0) continue;
-        std::string path = line.substr(3);
-        while (true) {
-            available = std::min(available, cgroup_available("/sys/fs/cgroup" + path));
-            if (path.empty()) break;
-            path.erase(path.rfind('/'));
-        }
-    }
-    return available;
-}
-
-void require_memory(const std::vector<MemoryItem>& items, std::size_t limit, const std::string& advice) {
+void require_memory(const std::vector<MemoryItem>& items, std::size_t limit, const Backend& backend, const std::string& advice) {
     std::size_t total = 0;
     for (const MemoryItem& item : items) total += item.bytes;
-    const std::size_t available = limit > 0 ? limit : available_host_memory();
+    const std::size_t available = limit > 0 ? limit : backend.available_memory();
     if (total <= available) return;
     std::ostringstream message;
     message << "not enough memory: " << human_bytes(total) << " needed, " << human_bytes(available)

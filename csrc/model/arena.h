@@ -44,11 +44,8 @@ class Arena {
     std::size_t used_ = 0;  // bytes of the present one
 };
 
-/// Throws OutOfMemory with every item if their sum exceeds `limit` bytes (0: what the host has free). `advice` says what to change.
-void require_memory(const std::vector<MemoryItem>& items, std::size_t limit, const std::string& advice);
-
-/// Bytes that can be taken without swapping: the system's MemAvailable, or less where the process's control group allows less.
-std::size_t available_host_memory();
+/// Throws OutOfMemory with every item if their sum exceeds `limit` bytes (0: what the back-end has free). `advice` says what to change.
+void require_memory(const std::vector<MemoryItem>& items, std::size_t limit, const Backend& backend, const std::string& advice);
 
 /// "1.25 GiB", "3.5 MiB"
 std::string human_bytes(std::size_t bytes);

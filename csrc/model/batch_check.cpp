@@ -17,6 +17,7 @@ void check_options(const ModelSpec& spec, const LearnerOptions& options) {
         fail("Learner: max_tokens: expected a number in [1, ", most_tokens, "], got ", options.max_tokens);
     }
     require(options.head_rows >= 0, "Learner", "head_rows", "a positive number, or 0 to choose it", options.head_rows);
+    options.recipe.validate();
     const LoraOptions& lora = options.lora;
     require(lora.rank >= 0, "Learner", "lora_rank", "a positive number, or 0 for no adapter", lora.rank);
     if (!lora.enabled()) {

@@ -15,6 +15,13 @@ AdapterGroup o_adapter(const BlockWeights& w) { return {{w.o_lora, 0}}; }
 AdapterGroup gate_up_adapters(const ModelSpec& spec, const BlockWeights& w) { return {{w.gate_lora, 0}, {w.up_lora, spec.ffn}}; }
 AdapterGroup down_adapter(const BlockWeights& w) { return {{w.down_lora, 0}}; }
 
+Projection qkv_projection(const ModelSpec& spec, const BlockWeights& w) { return {w.qkv, w.qkv_bias, w.qkv_border, qkv_adapters(spec, w)}; }
+Projection o_projection(const BlockWeights& w) { return {w.o, w.o_bias, w.o_border, o_adapter(w)}; }
+Projection gate_up_projection(const ModelSpec& spec, const BlockWeights& w) {
+    return {w.gate_up, w.gate_up_bias, w.gate_up_border, gate_up_adapters(spec, w)};
+}
+Projection down_projection(const BlockWeights& w) { return {w.down, w.down_bias, w.down_border, down_adapter(w)}; }
+
 void linear_gradients(Backend& backend, const Tensor& dw, const Tensor& db, const Tensor& dy, const Tensor& x) {
     if (!dw.empty()) backend.linear_backward_weight(dw, dy, x, 1.0f);
     if (!db.empty()) backend.bias_backward(db, dy);
@@ -34,23 +41,19 @@ void block_forward(const PassContext& pass, std::int64_t layer, const BlockWeigh
     const AttentionShape shape = pass.attention(layer);
 
     backend.rmsnorm_forward(kept.attention_in, kept.attention_rstd, x, w.input_norm, spec.norm_eps);
-    backend.linear_forward(kept.qkv, kept.attention_in, w.qkv, w.qkv_bias, 1.0f, 0.0f);
-    adapter_forward(backend, qkv_adapters(spec, w), kept.qkv, kept.qkv_low, kept.attention_in, pass.lora_scale);
+    projection_forward(backend, qkv_projection(spec, w), kept.qkv, kept.qkv_low, kept.attention_in, {}, pass.lora_scale);
     backend.qk_norm_rope_forward(kept.qkv, kept.raw_qk, kept.qk_rstd, w.q_norm, w.k_norm, pass.rope_cos, pass.rope_sin, pass.positions,
                                  shape, spec.norm_eps);
     backend.attention_forward(kept.attention_out, kept.lse, kept.qkv, pass.segments, shape);
-    backend.linear_forward(scratch.branch, kept.attention_out, w.o, w.o_bias, 1.0f, 0.0f);
-    adapter_forward(backend, o_adapter(w), scratch.branch, kept.o_low, kept.attention_out, pass.lora_scale);
+    projection_forward(backend, o_projection(w), scratch.branch, kept.o_low, kept.attention_out, {}, pass.lora_scale);
 
     backend.add_rmsnorm_forward(kept.middle, kept.mlp_in, kept.mlp_rstd, scratch.branch, x, w.post_norm, spec.norm_eps);
-    backend.linear_forward(kept.gate_up, kept.mlp_in, w.gate_up, w.gate_up_bias, 1.0f, 0.0f);
-    adapter_forward(backend, gate_up_adapters(spec, w), kept.gate_up, kept.gate_up_low, kept.mlp_in, pass.lora_scale);
+    projection_forward(backend, gate_up_projection(spec, w), kept.gate_up, kept.gate_up_low, kept.mlp_in, {}, pass.lora_scale);
     backend.swiglu_forward(scratch.activated, kept.gate_up);
-    if (!out.empty()) {
-        backend.copy(out, kept.middle);
-        backend.linear_forward(out, scratch.activated, w.down, w.down_bias, 1.0f, 1.0f);
+    projection_forward(backend, down_projection(w), out, kept.down_low, scratch.activated, kept.middle, pass.lora_scale);
+    if (w.down_border.present()) {
+        backend.copy(kept.down_low, scratch.activated.column_range(scratch.activated.columns, w.down_border.width));
     }
-    adapter_forward(backend, down_adapter(w), out, kept.down_low, scratch.activated, pass.lora_scale);
 }
 
 void block_backward(const PassContext& pass, std::int64_t layer, const BlockWeights& w, const BlockWeights& g, const BlockActivations& kept,
@@ -64,32 +67,28 @@ void block_backward(const PassContext& pass, std::int64_t layer, const BlockWeig
     // The activation's output is not kept: it costs F columns per layer to keep, and one cheap pass to compute again where it is needed.
     if (!activated_kept && (!g.down.empty() || w.down_lora.present())) backend.swiglu_forward(scratch.activated, kept.gate_up);
     linear_gradients(backend, g.down, g.down_bias, d_stream, scratch.activated);
-    backend.linear_backward_input(scratch.d_activated, d_stream, w.down, 1.0f, 0.0f);
-    adapter_backward(backend, down_adapter(w), down_adapter(g), scratch.d_activated, scratch.d_low, d_stream, scratch.activated,
-                     kept.down_low, scale);
+    projection_backward(backend, down_projection(w), down_adapter(g), scratch.d_activated, scratch.d_low, d_stream, scratch.activated,
+                        kept.down_low, scale);
     backend.swiglu_backward(scratch.d_gate_up, scratch.d_activated, kept.gate_up);
     linear_gradients(backend, g.gate_up, g.gate_up_bias, scratch.d_gate_up, kept.mlp_in);
     const bool below_mlp = depth > Depth::Mlp;
-    if (below_mlp) backend.linear_backward_input(scratch.d_branch, scratch.d_gate_up, w.gate_up, 1.0f, 0.0f);
-    adapter_backward(backend, gate_up_adapters(spec, w), gate_up_adapters(spec, g), below_mlp ? scratch.d_branch : Tensor{}, scratch.d_low,
-                     scratch.d_gate_up, kept.mlp_in, kept.gate_up_low, scale);
+    projection_backward(backend, gate_up_projection(spec, w), gate_up_adapters(spec, g), below_mlp ? scratch.d_branch : Tensor{},
+                        scratch.d_low, scratch.d_gate_up, kept.mlp_in, kept.gate_up_low, scale);
     if (!below_mlp) return;
     backend.rmsnorm_backward(d_stream, g.post_norm, scratch.d_branch, kept.middle, w.post_norm, kept.mlp_rstd);
 
     linear_gradients(backend, g.o, g.o_bias, d_stream, kept.attention_out);
     const bool below_output = depth > Depth::AttentionOutput;
-    if (below_output) backend.linear_backward_input(scratch.d_attention_out, d_stream, w.o, 1.0f, 0.0f);
-    adapter_backward(backend, o_adapter(w), o_adapter(g), below_output ? scratch.d_attention_out : Tensor{}, scratch.d_low, d_stream,
-                     kept.attention_out, kept.o_low, scale);
+    projection_backward(backend, o_projection(w), o_adapter(g), below_output ? scratch.d_attention_out : Tensor{}, scratch.d_low, d_stream,
+                        kept.attention_out, kept.o_low, scale);
     if (!below_output) return;
     backend.attention_backward(scratch.d_qkv, scratch.d_attention_out, kept.attention_out, kept.lse, kept.qkv, pass.segments, shape);
     backend.qk_norm_rope_backward(scratch.d_qkv, g.q_norm, g.k_norm, kept.raw_qk, kept.qk_rstd, w.q_norm, w.k_norm, pass.rope_cos,
                                   pass.rope_sin, pass.positions, shape);
     linear_gradients(backend, g.qkv, g.qkv_bias, scratch.d_qkv, kept.attention_in);
     const bool below_qkv = depth > Depth::Qkv;
-    if (below_qkv) backend.linear_backward_input(scratch.d_branch, scratch.d_qkv, w.qkv, 1.0f, 0.0f);
-    adapter_backward(backend, qkv_adapters(spec, w), qkv_adapters(spec, g), below_qkv ? scratch.d_branch : Tensor{}, scratch.d_low,
-                     scratch.d_qkv, kept.attention_in, kept.qkv_low, scale);
+    projection_backward(backend, qkv_projection(spec, w), qkv_adapters(spec, g), below_qkv ? scratch.d_branch : Tensor{}, scratch.d_low,
+                        scratch.d_qkv, kept.attention_in, kept.qkv_low, scale);
     if (below_qkv) backend.rmsnorm_backward(d_stream, g.input_norm, scratch.d_branch, x, w.input_norm, kept.attention_rstd);
 }
 

@@ -5,12 +5,11 @@
 #include <utility>
 
 #include "core/error.h"
+#include "model/activations.h"
 
 namespace surogate {
 
 namespace {
-
-constexpr std::int64_t kPadding = 16;  // floats: 64 bytes
 
 constexpr std::array<std::pair<Linear, const char*>, 8> kLinearNames = {{{Linear::Q, "q_proj"},
                                                                          {Linear::K, "k_proj"},
@@ -21,14 +20,27 @@ constexpr std::array<std::pair<Linear, const char*>, 8> kLinearNames = {{{Linear
                                                                          {Linear::Down, "down_proj"},
                                                                          {Linear::Head, "lm_head"}}};
 
-void place_base(const ModelSpec& spec, Cursor& matrices, Cursor& vectors, ModelWeights& weights, std::vector<NamedTensor>& names) {
+bool targets(const LoraOptions& lora, Linear linear) {
+    return lora.enabled() && std::find(lora.targets.begin(), lora.targets.end(), linear) != lora.targets.end();
+}
+
+void place_base(const ModelSpec& spec, const BorderOptions& borders, Cursor& matrices, Cursor& vectors, ModelWeights& weights,
+                std::vector<NamedTensor>& names) {
     const auto q = spec.q_columns(), kv = spec.kv_columns();
-    const auto add = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, false, false}); };
-    const auto add_bias = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, false, true}); };
+    const auto add = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, {}, false, false}); };
+    const auto add_bias = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, {}, false, true}); };
     const auto add_vector = [&](const std::string& name, std::int64_t size) {
         const Tensor tensor = vectors.take(1, size);
-        names.push_back({name, tensor, false, true});
+        names.push_back({name, tensor, {}, false, true});
         return tensor;
+    };
+
+    const auto take_linear = [&](Border& border, std::int64_t rows, std::int64_t columns, std::initializer_list<Linear> linears) {
+        border.width = borders.width(linears);
+        if (!border.present()) return matrices.take(rows, columns);
+        const std::int64_t all = columns + border.width;
+        border.whole = matrices.take(rows + border.width, padded_columns(all)).column_range(0, all);
+        return border.weight();
     };
 
     weights.embedding = matrices.take(spec.vocab, spec.hidden);
@@ -40,7 +52,7 @@ void place_base(const ModelSpec& spec, Cursor& matrices, Cursor& vectors, ModelW
         const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
 
         block.input_norm = add_vector(prefix + "input_layernorm.weight", spec.hidden);
-        block.qkv = matrices.take(spec.qkv_columns(), spec.hidden);
+        block.qkv = take_linear(block.qkv_border, spec.qkv_columns(), spec.hidden, {Linear::Q, Linear::K, Linear::V});
         add(attention + "q_proj.weight", block.qkv.row_range(0, q));
         add(attention + "k_proj.weight", block.qkv.row_range(q, kv));
         add(attention + "v_proj.weight", block.qkv.row_range(q + kv, kv));
@@ -54,15 +66,15 @@ void place_base(const ModelSpec& spec, Cursor& matrices, Cursor& vectors, ModelW
             block.q_norm = add_vector(attention + "q_norm.weight", spec.head_dim);
             block.k_norm = add_vector(attention + "k_norm.weight", spec.head_dim);
         }
-        block.o = matrices.take(spec.hidden, q);
+        block.o = take_linear(block.o_border, spec.hidden, q, {Linear::O});
         add(attention + "o_proj.weight", block.o);
         if (spec.o_bias) block.o_bias = add_vector(attention + "o_proj.bias", spec.hidden);
 
         block.post_norm = add_vector(prefix + "post_attention_layernorm.weight", spec.hidden);
-        block.gate_up = matrices.take(2 * spec.ffn, spec.hidden);
+        block.gate_up = take_linear(block.gate_up_border, 2 * spec.ffn, spec.hidden, {Linear::Gate, Linear::Up});
         add(mlp + "gate_proj.weight", block.gate_up.row_range(0, spec.ffn));
         add(mlp + "up_proj.weight", block.gate_up.row_range(spec.ffn, spec.ffn));
-        block.down = matrices.take(spec.hidden, spec.ffn);
+        block.down = take_linear(block.down_border, spec.hidden, spec.ffn, {Linear::Down});
         add(mlp + "down_proj.weight", block.down);
         if (spec.mlp_bias) {
             block.gate_up_bias = vectors.take(1, 2 * spec.ffn);
@@ -78,6 +90,10 @@ void place_base(const ModelSpec& spec, Cursor& matrices, Cursor& vectors, ModelW
         weights.head = matrices.take(spec.vocab, spec.hidden);
         add("lm_head.weight", weights.head);
     }
+    if (targets(borders.lora, Linear::Head)) {
+        // The head's product is cut into chunks of another shape, so its adapter stays apart.
+        weights.head_lora = {matrices.take(borders.lora.rank, spec.hidden), matrices.take(spec.vocab, borders.lora.rank)};
+    }
 }
 
 struct AdapterSite {
@@ -87,21 +103,24 @@ struct AdapterSite {
     Adapter BlockWeights::* adapter;
 };
 
-/// Adapters of linears that share an input: their A lie one below the other.
+/// Adapters of linears that share an input: their A lie one below the other, in the border or in a matrix of their own.
 void place_group(const LoraOptions& lora, const std::string& prefix, std::int64_t in, const std::vector<AdapterSite>& sites,
-                 BlockWeights& block, Cursor& cursor, std::vector<NamedTensor>& names) {
-    std::vector<AdapterSite> present;
+                 const Border& border, BlockWeights& block, Cursor& cursor, std::vector<NamedTensor>& names) {
+    const auto present = std::count_if(sites.begin(), sites.end(), [&](const AdapterSite& site) { return targets(lora, site.linear); });
+    if (present == 0) return;
+    const Tensor joined = border.present() ? border.a() : cursor.take(present * lora.rank, in);
+    std::int64_t index = 0, first_row = 0;
     for (const AdapterSite& site : sites) {
-        if (std::find(lora.targets.begin(), lora.targets.end(), site.linear) != lora.targets.end()) present.push_back(site);
-    }
-    if (present.empty()) return;
-    const Tensor joined = cursor.take(static_cast<std::int64_t>(present.size()) * lora.rank, in);
-    for (std::size_t i = 0; i < present.size(); ++i) {
-        Adapter& adapter = block.*present[i].adapter;
-        adapter.a = joined.row_range(static_cast<std::int64_t>(i) * lora.rank, lora.rank);
-        adapter.b = cursor.take(present[i].out, lora.rank);
-        names.push_back({prefix + present[i].name + ".lora_A", adapter.a, false, false});
-        names.push_back({prefix + present[i].name + ".lora_B", adapter.b, false, false});
+        if (targets(lora, site.linear)) {
+            Adapter& adapter = block.*site.adapter;
+            adapter.a = joined.row_range(index * lora.rank, lora.rank);
+            adapter.b = border.present() ? border.b().row_range(first_row, site.out).column_range(index * lora.rank, lora.rank)
+                                         : cursor.take(site.out, lora.rank);
+            names.push_back({prefix + site.name + ".lora_A", adapter.a, {}, false, false});
+            names.push_back({prefix + site.name + ".lora_B", adapter.b, {}, false, false});
+            ++index;
+        }
+        first_row += site.out;
     }
 }
 
@@ -114,55 +133,71 @@ void place_adapters(const ModelSpec& spec, const LoraOptions& lora, Cursor& curs
     for (std::int64_t layer = 0; layer < spec.layers; ++layer) {
         BlockWeights& block = weights.blocks[static_cast<std::size_t>(layer)];
         const std::string prefix = "layers." + std::to_string(layer) + ".";
-        place_group(lora, prefix + "self_attn.", spec.hidden,
-                    {{Linear::Q, "q_proj", q, &B::q_lora}, {Linear::K, "k_proj", kv, &B::k_lora}, {Linear::V, "v_proj", kv, &B::v_lora}},
-                    block, cursor, names);
-        place_group(lora, prefix + "self_attn.", q, {{Linear::O, "o_proj", spec.hidden, &B::o_lora}}, block, cursor, names);
-        place_group(lora, prefix + "mlp.", spec.hidden,
-                    {{Linear::Gate, "gate_proj", spec.ffn, &B::gate_lora}, {Linear::Up, "up_proj", spec.ffn, &B::up_lora}}, block, cursor,
-                    names);
-        place_group(lora, prefix + "mlp.", spec.ffn, {{Linear::Down, "down_proj", spec.hidden, &B::down_lora}}, block, cursor, names);
+        const auto place = [&](const char* part, std::int64_t in, const std::vector<AdapterSite>& sites, const Border& border) {
+            place_group(lora, prefix + part, in, sites, border, block, cursor, names);
+        };
+        place("self_attn.", spec.hidden,
+              {{Linear::Q, "q_proj", q, &B::q_lora}, {Linear::K, "k_proj", kv, &B::k_lora}, {Linear::V, "v_proj", kv, &B::v_lora}},
+              block.qkv_border);
+        place("self_attn.", q, {{Linear::O, "o_proj", spec.hidden, &B::o_lora}}, block.o_border);
+        place("mlp.", spec.hidden, {{Linear::Gate, "gate_proj", spec.ffn, &B::gate_lora}, {Linear::Up, "up_proj", spec.ffn, &B::up_lora}},
+              block.gate_up_border);
+        place("mlp.", spec.ffn, {{Linear::Down, "down_proj", spec.hidden, &B::down_lora}}, block.down_border);
     }
-    if (std::find(lora.targets.begin(), lora.targets.end(), Linear::Head) != lora.targets.end()) {
-        weights.head_lora.a = cursor.take(lora.rank, spec.hidden);
-        weights.head_lora.b = cursor.take(spec.vocab, lora.rank);
-        names.push_back({"lm_head.lora_A", weights.head_lora.a, false, false});
-        names.push_back({"lm_head.lora_B", weights.head_lora.b, false, false});
+    if (targets(lora, Linear::Head)) {
+        if (!weights.head_lora.present()) weights.head_lora = {cursor.take(lora.rank, spec.hidden), cursor.take(spec.vocab, lora.rank)};
+        names.push_back({"lm_head.lora_A", weights.head_lora.a, {}, false, false});
+        names.push_back({"lm_head.lora_B", weights.head_lora.b, {}, false, false});
     }
 }
 
 }  // namespace
 
 Tensor Cursor::take(std::int64_t rows, std::int64_t columns) {
-    float* data = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (rows * columns + kPadding - 1) / kPadding * kPadding;
-    return matrix(data, rows, columns, DType::Float32, device_);
+    const Tensor view = buffer_.column_range(used_, rows * columns);
+    used_ += (rows * columns + padding_ - 1) / padding_ * padding_;
+    return matrix(view.data, rows, columns, buffer_.dtype, buffer_.device);
 }
 
-ParameterSize base_size(const ModelSpec& spec) {
-    Cursor matrices, vectors;
+std::int64_t parameter_padding(const Recipe& recipe) {
+    // A cache line of float32; beside bfloat16 ones, which a GPU reads, twice its 128-byte line.
+    return recipe.compute == DType::Float32 ? 16 : 128;
+}
+
+BorderOptions::BorderOptions(const LearnerOptions& options) {
+    if (options.border_adapters) lora = options.lora;
+}
+
+std::int64_t BorderOptions::width(std::initializer_list<Linear> linears) const {
+    const auto present = std::count_if(linears.begin(), linears.end(), [&](Linear linear) { return targets(lora, linear); });
+    return (present * lora.rank + 7) / 8 * 8;  // what lies behind it stays aligned
+}
+
+ParameterSize base_size(const ModelSpec& spec, std::int64_t padding, const BorderOptions& border) {
+    Cursor matrices(padding), vectors(padding);
     ModelWeights weights;
     std::vector<NamedTensor> names;
-    place_base(spec, matrices, vectors, weights, names);
+    place_base(spec, border, matrices, vectors, weights, names);
     return {matrices.used(), vectors.used()};
 }
 
-ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora) {
-    Cursor cursor;
+ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora, std::int64_t padding) {
+    Cursor cursor(padding);
     ModelWeights weights;
     std::vector<NamedTensor> names;
     place_adapters(spec, lora, cursor, weights, names);
     return {cursor.used(), 0};
 }
 
-void lay_out_base(const ModelSpec& spec, float* buffer, Device device, ModelWeights& weights, std::vector<NamedTensor>& names) {
-    Cursor matrices(buffer, device), vectors(buffer + base_size(spec).matrices, device);
-    place_base(spec, matrices, vectors, weights, names);
+void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, const BorderOptions& border, ModelWeights& weights,
+                  std::vector<NamedTensor>& names) {
+    Cursor matrices(padding, buffer), vectors(padding, buffer, base_size(spec, padding, border).matrices);
+    place_base(spec, border, matrices, vectors, weights, names);
 }
 
-void lay_out_adapters(const ModelSpec& spec, const LoraOptions& lora, float* buffer, Device device, ModelWeights& weights,
+void lay_out_adapters(const ModelSpec& spec, const LoraOptions& lora, const Tensor& buffer, std::int64_t padding, ModelWeights& weights,
                       std::vector<NamedTensor>& names) {
-    Cursor cursor(buffer, device);
+    Cursor cursor(padding, buffer);
     place_adapters(spec, lora, cursor, weights, names);
 }
 

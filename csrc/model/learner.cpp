@@ -1,102 +1,33 @@
 #include "model/learner.h"
 
 #include <algorithm>
-#include <cmath>
 #include <optional>
 #include <utility>
 
 #include "core/error.h"
-#include "core/random.h"
 #include "model/activations.h"
 #include "model/batch_check.h"
 #include "model/decoder.h"
 #include "model/head.h"
-#include "model/layout.h"
+#include "model/parameter_set.h"
+#include "model/pass_buffers.h"
 #include "optim/adamw.h"
 
 namespace surogate {
 
 namespace {
 
-/// Flat buffers of a learner's parameters.
-struct ParameterBuffers {
-    Tensor base, adapter, initial_adapter;  // [n]
-    Tensor gradient, m, v;                  // [n] of what is trained: the base weights, or the adapter alone
-    Tensor rope_cos, rope_sin;
-};
-
-ParameterBuffers lay_out_parameters(Arena& arena, const ModelSpec& spec, const LearnerOptions& options) {
-    ParameterBuffers buffers;
-    const bool lora = options.lora.enabled();
-    const std::int64_t base = base_size(spec).total(), adapter = adapter_size(spec, options.lora).total();
-    const std::int64_t trained = lora ? adapter : base;
-    arena.item("weights");
-    buffers.base = arena.take_vector(base);
-    if (lora) {
-        arena.item("adapter");
-        buffers.adapter = arena.take_vector(adapter);
-        arena.item("initial adapter");
-        buffers.initial_adapter = arena.take_vector(adapter);
-    }
-    if (options.trainable) {
-        arena.item("gradients");
-        buffers.gradient = arena.take_vector(trained);
-        arena.item("optimizer state");
-        buffers.m = arena.take_vector(trained);
-        buffers.v = arena.take_vector(trained);
-    }
-    arena.item("rotary tables");
-    buffers.rope_cos = arena.take(spec.max_positions, spec.head_dim / 2);
-    buffers.rope_sin = arena.take(spec.max_positions, spec.head_dim / 2);
-    return buffers;
-}
-
-/// Angles in float32 as the models were trained with (position times frequency, rounded), their cosine and sine exactly.
-void fill_rope(Backend& backend, const ModelSpec& spec, const Tensor& cos, const Tensor& sin) {
-    const std::int64_t half = spec.head_dim / 2;
-    std::vector<float> cosines(static_cast<std::size_t>(spec.max_positions * half)), sines(cosines.size());
-    for (std::int64_t position = 0; position < spec.max_positions; ++position) {
-        for (std::int64_t i = 0; i < half; ++i) {
-            const float angle = static_cast<float>(position) * static_cast<float>(spec.rope_inv_freq[static_cast<std::size_t>(i)]);
-            const auto at = static_cast<std::size_t>(position * half + i);
-            cosines[at] = static_cast<float>(std::cos(static_cast<double>(angle))) * spec.rope_attention_scale;
-            sines[at] = static_cast<float>(std::sin(static_cast<double>(angle))) * spec.rope_attention_scale;
-        }
-    }
-    backend.upload(cos, cosines.data());
-    backend.upload(sin, sines.data());
-}
-
-std::uint64_t hash_name(const std::string& name) {  // FNV-1a
-    std::uint64_t hash = 0xcbf29ce484222325u;
-    for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-    return hash;
-}
-
-/// A uniform in +-1/sqrt(in), which is Kaiming's with a = sqrt(5) as PEFT draws it; B zero. A tensor's values depend on seed and name
-/// alone.
-void initialise_adapters(Backend& backend, const std::vector<NamedTensor>& names, std::uint64_t seed) {
-    for (const NamedTensor& named : names) {
-        if (!named.name.ends_with(".lora_A")) continue;
-        const Philox random(seed, hash_name(named.name));
-        const double bound = 1.0 / std::sqrt(static_cast<double>(named.tensor.columns));
-        std::vector<float> values(static_cast<std::size_t>(named.tensor.size()));
-        for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>((2.0 * random.uniform(i) - 1.0) * bound);
-        backend.upload(named.tensor, values.data());
-    }
-}
-
 std::string advice(const LearnerOptions& options) {
     std::string text = "To need less: lower per_device_train_batch_size or sequence_len (together they set the " +
                        std::to_string(options.max_tokens) + " tokens planned for)";
     if (options.trainable && !options.recompute) text += ", set recompute (a layer's activations are then computed twice and not kept)";
-    if (options.trainable && !options.lora.enabled()) text += ", train an adapter (lora: true)";
+    if (options.keep_logits) text += ", do not keep the logits";
+    if (options.trainable && !options.lora.enabled()) {
+        const Recipe& recipe = options.recipe;
+        if (recipe.compute != DType::Float32 && recipe.state == DType::Float32) text += ", set optimizer_state_dtype: bfloat16";
+        text += ", train an adapter (lora: true)";
+    }
     return text + ".";
-}
-
-bool targets_any(const LoraOptions& lora, std::initializer_list<Linear> linears) {
-    return std::any_of(linears.begin(), linears.end(),
-                       [&](Linear linear) { return std::find(lora.targets.begin(), lora.targets.end(), linear) != lora.targets.end(); });
 }
 
 std::vector<float> pick(const float* values, const std::vector<std::int32_t>& index) {
@@ -115,85 +46,45 @@ struct Learner::Impl {
         std::vector<std::int32_t> cu_seqlens;
         PassOptions options;
         std::vector<std::int32_t> index, targets;  // rows with a target, and the target
-        std::vector<float> lse, entropy;           // of these rows
-        bool logits_kept = false;
+        PassInputs inputs;                         // all this on the device
+        HostValues values;                         // of these rows
+        bool logits_kept = false, gradient_kept = false;
+
+        std::int64_t rows() const { return static_cast<std::int64_t>(index.size()); }
     };
 
     Impl(std::shared_ptr<Backend> backend_in, ModelSpec spec_in, LearnerOptions options_in)
         : backend(std::move(backend_in)), spec(std::move(spec_in)), options(std::move(options_in)) {
         check_options(spec, options);
+        if (options.recipe.compute != DType::Float32 && backend->device().kind == Device::Kind::Cpu) {
+            fail("Learner: recipe: the cpu computes in float32, got ", name_of(options.recipe.compute));
+        }
         if (spec.windows.empty()) spec.windows.assign(static_cast<std::size_t>(spec.layers), 0);
         lay_out_parameters(arena, spec, options);
         lay_out_activations(arena, spec, options);
         items = arena.items();
-        require_memory(items, options.memory_limit, advice(options));
+        require_memory(items, options.memory_limit, *backend, advice(options));
         arena.allocate(*backend);
         buffers = lay_out_parameters(arena, spec, options);
         activations = lay_out_activations(arena, spec, options);
-        name_parameters();
+        parameters = ParameterSet(spec, options, buffers);
         fill_rope(*backend, spec, buffers.rope_cos, buffers.rope_sin);
-        initialise_adapters(*backend, tensors, options.seed);
-    }
-
-    void name_parameters() {
-        const Device device = backend->device();
-        const bool lora = options.lora.enabled();
-        lay_out_base(spec, buffers.base.f32(), device, live, tensors);
-        live.rope_cos = buffers.rope_cos;
-        live.rope_sin = buffers.rope_sin;
-        off = initial = live;
-        const auto first_adapter = static_cast<std::ptrdiff_t>(tensors.size());
-        if (lora) {
-            lay_out_adapters(spec, options.lora, buffers.adapter.f32(), device, live, tensors);
-            std::vector<NamedTensor> unnamed;
-            lay_out_adapters(spec, options.lora, buffers.initial_adapter.f32(), device, initial, unnamed);
-        }
-        for (auto named = tensors.begin() + (lora ? first_adapter : 0); named != tensors.end(); ++named)
-            named->trainable = options.trainable;
-        trained.blocks.resize(static_cast<std::size_t>(spec.layers));
-        if (!options.trainable) return;
-
-        ModelWeights first_moment, second_moment;
-        std::vector<NamedTensor> m_names, v_names;
-        const auto lay_out = [&](const Tensor& buffer, ModelWeights& weights, std::vector<NamedTensor>& names) {
-            if (lora) {
-                lay_out_adapters(spec, options.lora, buffer.f32(), device, weights, names);
-            } else {
-                lay_out_base(spec, buffer.f32(), device, weights, names);
-            }
-        };
-        lay_out(buffers.gradient, trained, gradients);
-        lay_out(buffers.m, first_moment, m_names);
-        lay_out(buffers.v, second_moment, v_names);
-        for (NamedTensor& named : gradients) named.trainable = true;
-        for (std::size_t i = 0; i < m_names.size(); ++i) {
-            optimizer.push_back({m_names[i].name + ".exp_avg", m_names[i].tensor, true, m_names[i].is_vector});
-            optimizer.push_back({v_names[i].name + ".exp_avg_sq", v_names[i].tensor, true, v_names[i].is_vector});
-        }
-        const ParameterSize size = lora ? adapter_size(spec, options.lora) : base_size(spec);
-        const Tensor& weights = lora ? buffers.adapter : buffers.base;
-        const auto add_span = [&](std::int64_t first, std::int64_t count, bool decay) {
-            if (count == 0) return;
-            const auto part = [&](const Tensor& buffer) { return first_values(buffer.column_range(first, count), count); };
-            spans.push_back({part(weights), part(buffers.gradient), part(buffers.m), part(buffers.v), decay});
-        };
-        add_span(0, size.matrices, true);
-        add_span(size.matrices, size.vectors, false);
+        initialise_adapters(*backend, parameters.tensors, options.seed);
     }
 
     const ModelWeights& select(const char* op, AdapterUse use) const {
-        if (use == AdapterUse::Live) return live;
+        if (use == AdapterUse::Live) return parameters.live;
         if (!options.lora.enabled()) {
             fail(op,
                  ": adapter: 'initial' and 'off' need a learner with an adapter (lora_rank > 0); this one trains all weights, so it no "
                  "longer has "
                  "the initial ones");
         }
-        if (use == AdapterUse::Off) return off;
-        if (snapshot_taken) return initial;
+        if (use == AdapterUse::Off) return parameters.off;
+        if (snapshot_taken) return parameters.initial;
         if (adapter_loaded)
             fail(op, ": adapter: 'initial' is not known: an adapter was loaded, and snapshot_adapter() was not called after that");
-        return off;
+        return parameters.off;
     }
 
     void require_no_pending(const char* op) const {
@@ -206,30 +97,27 @@ struct Learner::Impl {
         if (!options.trainable) fail(op, ": this learner was made with trainable = false; it can only score");
     }
 
-    PassContext context(const std::int32_t* cu_seqlens, std::int64_t segments, std::int64_t tokens) const {
-        return {*backend,
-                spec,
-                options.lora.enabled() ? options.lora.scale() : 0.0f,
-                live.rope_cos,
-                live.rope_sin,
-                first_values(activations.positions, tokens),
-                {cu_seqlens, segments}};
-    }
+    float lora_scale() const { return options.lora.enabled() ? options.lora.scale() : 0.0f; }
 
     PassContext context(const Pending& pass) const {
-        return context(pass.cu_seqlens.data(), static_cast<std::int64_t>(pass.cu_seqlens.size()) - 1, pass.tokens);
+        const auto segments = static_cast<std::int64_t>(pass.cu_seqlens.size()) - 1;
+        return {*backend,
+                spec,
+                lora_scale(),
+                parameters.live.rope_cos,
+                parameters.live.rope_sin,
+                pass.inputs.positions,
+                {pass.cu_seqlens.data(), segments}};
     }
 
     /// The residual stream behind the last block, [T, C]. `keep`: what backward needs stays in the buffers.
-    Tensor decode(const Pending& pass, const Batch& batch, const ModelWeights& weights, bool keep) {
+    Tensor decode(Pending& pass, const Batch& batch, const ModelWeights& weights, bool keep) {
         const std::int64_t tokens = pass.tokens;
-        const Tensor ids = first_values(activations.tokens, tokens);
-        backend->upload(ids, batch.tokens);
-        backend->upload(first_values(activations.positions, tokens), batch.positions);
+        pass.inputs = PassInputs(*backend, activations.indices, batch.tokens, batch.positions, tokens, pass.index, pass.targets);
         const PassContext shared = context(pass);
         const Scratch scratch = activations.scratch.first(tokens);
         const auto stream = [&](std::int64_t i) { return first_rows(activations.stream[keep ? static_cast<std::size_t>(i) : 0], tokens); };
-        backend->embedding_forward(stream(0), weights.embedding, ids);
+        backend->embedding_forward(stream(0), weights.embedding, pass.inputs.tokens);
         for (std::int64_t layer = 0; layer < spec.layers; ++layer) {
             const auto slot = keep && !options.recompute ? static_cast<std::size_t>(layer) : 0;
             block_forward(shared, layer, weights.blocks[static_cast<std::size_t>(layer)], stream(layer + 1),
@@ -240,23 +128,19 @@ struct Learner::Impl {
 
     Head::Pass head_pass(const Pending& pass, const ModelWeights& weights, const Tensor& hidden) const {
         Head::Pass result{weights,
-                          &trained,
+                          &parameters.trained,
                           hidden,
                           {},
+                          pass.inputs.index,
+                          pass.inputs.targets,
+                          RowValues(activations.values, pass.inputs.index.size()),
                           pass.options.temperature,
                           pass.options.valid_vocab,
                           pass.options.entropy,
-                          options.lora.enabled() ? options.lora.scale() : 0.0f};
+                          lora_scale()};
         if (result.valid_vocab == 0) result.valid_vocab = spec.vocab;
-        if (decoder_trained()) result.d_hidden = first_rows(activations.scratch.d_stream, pass.tokens);
+        if (decoder_trained(options)) result.d_hidden = first_rows(activations.scratch.d_stream, pass.tokens);
         return result;
-    }
-
-    /// Whether anything below the head is trained.
-    bool decoder_trained() const {
-        if (!options.trainable) return false;
-        return !options.lora.enabled() ||
-               targets_any(options.lora, {Linear::Q, Linear::K, Linear::V, Linear::O, Linear::Gate, Linear::Up, Linear::Down});
     }
 
     Depth depth(std::int64_t layer) const {
@@ -280,95 +164,82 @@ struct Learner::Impl {
         return pass;
     }
 
-    void upload_rows(const std::vector<std::int32_t>& index, const std::vector<std::int32_t>& targets) {
-        const auto count = static_cast<std::int64_t>(index.size());
-        backend->upload(first_values(activations.head.index, count), index.data());
-        backend->upload(first_values(activations.head.targets, count), targets.data());
-    }
-
-    void upload_values(const Tensor& out, const std::vector<float>& values) {
-        backend->upload(first_values(out, static_cast<std::int64_t>(values.size())), values.data());
-    }
-
-    std::vector<float> download_values(const Tensor& in, std::size_t count) const {
-        std::vector<float> values(count);
-        if (count > 0) backend->download(values.data(), first_values(in, static_cast<std::int64_t>(count)));
-        return values;
-    }
-
-    TokenStats collect(const Pending& pass) const {
-        const auto tokens = static_cast<std::size_t>(pass.tokens);
-        const auto spread = [&](const Tensor& in) {
-            std::vector<float> result(tokens, 0.0f);
-            const std::vector<float> values = download_values(in, pass.index.size());
+    static TokenStats spread(const Pending& pass) {
+        const auto of_tokens = [&](const std::vector<float>& values) {
+            std::vector<float> result(static_cast<std::size_t>(pass.tokens), 0.0f);
             for (std::size_t i = 0; i < values.size(); ++i) result[static_cast<std::size_t>(pass.index[i])] = values[i];
             return result;
         };
-        return {spread(activations.head.logp), pass.options.entropy ? spread(activations.head.entropy) : std::vector<float>{}};
+        return {of_tokens(pass.values.logp), pass.options.entropy ? of_tokens(pass.values.entropy) : std::vector<float>{}};
     }
 
     TokenStats pass_forward(Pending& pass, const Batch& batch, const ModelWeights& weights, bool keep) {
-        if (pass.index.empty()) return collect(pass);
+        if (pass.index.empty()) return spread(pass);
         const Tensor hidden = decode(pass, batch, weights, keep);
-        upload_rows(pass.index, pass.targets);
         const Head head(*backend, spec, activations.head);
-        const auto count = static_cast<std::int64_t>(pass.index.size());
-        head.forward(head_pass(pass, weights, hidden), count);
-        if (keep) {
-            pass.lse = download_values(activations.head.lse, pass.index.size());
-            if (pass.options.entropy) pass.entropy = download_values(activations.head.entropy, pass.index.size());
-            pass.logits_kept = count <= head.chunk_rows();
+        const Head::Pass shared = head_pass(pass, weights, hidden);
+        if (keep && head_gradient_in_forward(options)) {
+            head.forward_with_gradient(shared);
+            pass.gradient_kept = true;
+        } else {
+            head.forward(shared);
+            pass.logits_kept = keep && head.keeps(pass.rows());
         }
-        return collect(pass);
+        pass.values = shared.values.download(*backend, pass.options.entropy);
+        return spread(pass);
     }
 
-    /// Gradients of the head, with the seeds as they came, over rows that have one; scratch.d_stream is then the gradient of the last
-    /// block's output.
-    void head_backward(const Pending& pass, const float* d_logp, const float* d_entropy) {
-        std::vector<std::int32_t> index = pass.index, targets = pass.targets;
-        std::vector<float> lse = pass.lse, entropy = pass.entropy;
-        if (!pass.logits_kept) {
-            // The logits are computed again, so rows without a seed can be left out.
-            std::size_t live_rows = 0;
-            for (std::size_t i = 0; i < index.size(); ++i) {
-                const auto row = static_cast<std::size_t>(index[i]);
-                if (d_logp[row] == 0.0f && (d_entropy == nullptr || d_entropy[row] == 0.0f)) continue;
-                index[live_rows] = index[i];
-                targets[live_rows] = targets[i];
-                lse[live_rows] = lse[i];
-                if (!entropy.empty()) entropy[live_rows] = entropy[i];
-                ++live_rows;
-            }
-            if (live_rows < index.size()) {
-                index.resize(live_rows);
-                targets.resize(live_rows);
-                lse.resize(live_rows);
-                if (!entropy.empty()) entropy.resize(live_rows);
-                upload_rows(index, targets);
-                upload_values(activations.head.lse, lse);
-                if (!entropy.empty()) upload_values(activations.head.entropy, entropy);
-            }
-        }
-        upload_seeds(index, d_logp, d_entropy);
+    /// Gradients of the head; scratch.d_stream is then the gradient of the last block's output.
+    void head_backward(Pending& pass, const float* d_logp, const float* d_entropy) {
         const Tensor hidden = first_rows(activations.stream.back(), pass.tokens);
-        Head::Pass shared = head_pass(pass, live, hidden);
-        shared.entropy = d_entropy != nullptr;
         const Head head(*backend, spec, activations.head);
-        head.backward(shared, static_cast<std::int64_t>(index.size()), pass.logits_kept);
+        if (pass.gradient_kept && d_entropy == nullptr) {
+            const Head::Pass shared = head_pass(pass, parameters.live, hidden);
+            shared.values.upload_seeds(*backend, pick(d_logp, pass.index), {});
+            head.scale_gradient(shared);
+            return;
+        }
+        // Logits that are computed again are so only for the rows with a seed.
+        const bool dropped = !pass.logits_kept && drop_rows_without_seed(pass, d_logp, d_entropy);
+        if (dropped) pass.inputs.replace_rows(*backend, pass.index, pass.targets);
+        Head::Pass shared = head_pass(pass, parameters.live, hidden);
+        shared.entropy = d_entropy != nullptr;
+        const std::vector<float> seeds = pick(d_logp, pass.index);
+        const std::vector<float> entropy_seeds = d_entropy != nullptr ? pick(d_entropy, pass.index) : std::vector<float>{};
+        if (dropped) {
+            shared.values.upload(*backend, pass.values.lse, pass.values.entropy, seeds, entropy_seeds);
+        } else {
+            shared.values.upload_seeds(*backend, seeds, entropy_seeds);
+        }
+        head.backward(shared, pass.logits_kept);
     }
 
-    void upload_seeds(const std::vector<std::int32_t>& index, const float* d_logp, const float* d_entropy) {
-        upload_values(activations.head.d_logp, pick(d_logp, index));
-        if (d_entropy != nullptr) upload_values(activations.head.d_entropy, pick(d_entropy, index));
+    /// Whether there were any.
+    static bool drop_rows_without_seed(Pending& pass, const float* d_logp, const float* d_entropy) {
+        std::size_t live = 0;
+        for (std::size_t i = 0; i < pass.index.size(); ++i) {
+            if (!any_seed(pass.index, d_logp, d_entropy, i, 1)) continue;
+            pass.index[live] = pass.index[i];
+            pass.targets[live] = pass.targets[i];
+            pass.values.lse[live] = pass.values.lse[i];
+            if (!pass.values.entropy.empty()) pass.values.entropy[live] = pass.values.entropy[i];
+            ++live;
+        }
+        if (live == pass.index.size()) return false;
+        pass.index.resize(live);
+        pass.targets.resize(live);
+        pass.values.lse.resize(live);
+        if (!pass.values.entropy.empty()) pass.values.entropy.resize(live);
+        return true;
     }
 
     void zero_d_stream(std::int64_t tokens) {
-        if (decoder_trained()) backend->fill(first_rows(activations.scratch.d_stream, tokens), 0.0f);
+        if (decoder_trained(options)) backend->fill(first_rows(activations.scratch.d_stream, tokens), 0.0f);
     }
 
     /// From scratch.d_stream down to the embedding, or to the lowest adapter.
     void decoder_backward(const Pending& pass) {
-        if (!decoder_trained()) return;
+        if (!decoder_trained(options)) return;
         const std::int64_t tokens = pass.tokens;
         const PassContext shared = context(pass);
         const Scratch scratch = activations.scratch.first(tokens);
@@ -376,11 +247,12 @@ struct Learner::Impl {
             const auto at = static_cast<std::size_t>(layer);
             const BlockActivations kept = activations.blocks[options.recompute ? 0 : at].first(tokens);
             const Tensor x = first_rows(activations.stream[at], tokens);
-            if (options.recompute) block_forward(shared, layer, live.blocks[at], {}, kept, scratch, x);
-            block_backward(shared, layer, live.blocks[at], trained.blocks[at], kept, scratch, x, depth(layer), options.recompute);
+            if (options.recompute) block_forward(shared, layer, parameters.live.blocks[at], {}, kept, scratch, x);
+            block_backward(shared, layer, parameters.live.blocks[at], parameters.trained.blocks[at], kept, scratch, x, depth(layer),
+                           options.recompute);
         }
-        if (!trained.embedding.empty()) {
-            backend->embedding_backward(trained.embedding, scratch.d_stream, first_values(activations.tokens, tokens));
+        if (!parameters.trained.embedding.empty()) {
+            backend->embedding_backward(parameters.trained.embedding, scratch.d_stream, pass.inputs.tokens);
         }
     }
 
@@ -400,10 +272,7 @@ struct Learner::Impl {
     std::vector<MemoryItem> items;
     ParameterBuffers buffers;
     Activations activations;
-    ModelWeights live, initial, off;  // the same base weights, three choices of adapter
-    ModelWeights trained;             // gradients; empty where frozen
-    std::vector<NamedTensor> tensors, gradients, optimizer;
-    std::vector<ParameterSpan> spans;
+    ParameterSet parameters;
     std::int64_t updates = 0;
     bool snapshot_taken = false, adapter_loaded = false;
     std::optional<Pending> pending;
@@ -432,7 +301,7 @@ TokenStats Learner::forward(const Batch& batch, const PassOptions& options) {
     impl_->require_trainable("forward");
     require(options.adapter == AdapterUse::Live, "forward", "adapter", "the live one, which is what backward trains", "another");
     Impl::Pending pass = impl_->open("forward", batch, options);
-    TokenStats stats = impl_->pass_forward(pass, batch, impl_->live, true);
+    TokenStats stats = impl_->pass_forward(pass, batch, impl_->parameters.live, true);
     impl_->pending = std::move(pass);
     return stats;
 }
@@ -443,7 +312,7 @@ void Learner::backward(const float* dlogp, const float* dentropy) {
     if (dentropy != nullptr && !impl_->pending->options.entropy) {
         fail("backward: dentropy: the pending forward pass was run without entropy; run it with entropy = true");
     }
-    const Impl::Pending pass = *std::exchange(impl_->pending, std::nullopt);
+    Impl::Pending pass = *std::exchange(impl_->pending, std::nullopt);
     if (!Impl::any_seed(pass.index, dlogp, dentropy, 0, pass.index.size())) return;
     impl_->zero_d_stream(pass.tokens);
     impl_->head_backward(pass, dlogp, dentropy);
@@ -455,25 +324,22 @@ TokenStats Learner::forward_backward(const Batch& batch, const PassOptions& opti
     require(options.adapter == AdapterUse::Live, "forward_backward", "adapter", "the live one, which is what backward trains", "another");
     PassOptions effective = options;
     effective.entropy = options.entropy || dentropy != nullptr;
-    const Impl::Pending pass = impl_->open("forward_backward", batch, effective);
-    if (pass.index.empty()) return impl_->collect(pass);
+    Impl::Pending pass = impl_->open("forward_backward", batch, effective);
+    if (pass.index.empty()) return Impl::spread(pass);
 
-    const Tensor hidden = impl_->decode(pass, batch, impl_->live, true);
-    impl_->upload_rows(pass.index, pass.targets);
-    impl_->upload_seeds(pass.index, dlogp, dentropy);
-    if (effective.entropy && dentropy == nullptr) {
-        impl_->upload_values(impl_->activations.head.d_entropy, std::vector<float>(pass.index.size(), 0.0f));
-    }
+    const Tensor hidden = impl_->decode(pass, batch, impl_->parameters.live, true);
+    const Head::Pass shared = impl_->head_pass(pass, impl_->parameters.live, hidden);
+    // Where the entropy is asked for without a seed, its seeds are zeros.
+    shared.values.upload_seeds(*impl_->backend, pick(dlogp, pass.index),
+                               dentropy != nullptr ? pick(dentropy, pass.index) : std::vector<float>{});
     impl_->zero_d_stream(pass.tokens);
     const Head head(*impl_->backend, impl_->spec, impl_->activations.head);
-    head.forward_backward(impl_->head_pass(pass, impl_->live, hidden), static_cast<std::int64_t>(pass.index.size()),
-                          [&](std::int64_t first, std::int64_t count) {
-                              return Impl::any_seed(pass.index, dlogp, dentropy, static_cast<std::size_t>(first),
-                                                    static_cast<std::size_t>(count));
-                          });
-    TokenStats stats = impl_->collect(pass);
+    head.forward_backward(shared, [&](std::int64_t first, std::int64_t count) {
+        return Impl::any_seed(pass.index, dlogp, dentropy, static_cast<std::size_t>(first), static_cast<std::size_t>(count));
+    });
     if (Impl::any_seed(pass.index, dlogp, dentropy, 0, pass.index.size())) impl_->decoder_backward(pass);
-    return stats;
+    pass.values = shared.values.download(*impl_->backend, effective.entropy);
+    return Impl::spread(pass);
 }
 
 std::int64_t Learner::pending_tokens() const { return impl_->pending ? impl_->pending->tokens : -1; }
@@ -483,16 +349,22 @@ void Learner::discard_pending() { impl_->pending.reset(); }
 StepStats Learner::step(const StepOptions& options) {
     impl_->require_trainable("step");
     impl_->require_no_pending("step");
-    return adamw_step(*impl_->backend, impl_->spans, options, impl_->updates);
+    const StepStats stats = adamw_step(*impl_->backend, impl_->parameters.spans, options, impl_->options.seed, impl_->updates);
+    if (stats.applied) impl_->backend->copy_all(impl_->parameters.borders);
+    return stats;
 }
 
-void Learner::zero_gradients() { surogate::zero_gradients(*impl_->backend, impl_->spans); }
+void Learner::zero_gradients() { surogate::zero_gradients(*impl_->backend, impl_->parameters.spans); }
 
 void Learner::load(const std::string& name, const float* values) {
     impl_->require_no_pending("load");
-    impl_->backend->upload(find(impl_->tensors, "load", name).tensor, values);
+    load_parameter(*impl_->backend, find(impl_->parameters.tensors, "load", name), values);
     if (name.ends_with(".lora_A") || name.ends_with(".lora_B")) impl_->adapter_loaded = true;
 }
+
+void Learner::read(float* values, const NamedTensor& named) const { impl_->backend->download(values, named.exact()); }
+
+void Learner::write(const NamedTensor& named, const float* values) { impl_->backend->upload(named.tensor, values); }
 
 const NamedTensor& Learner::find(const std::vector<NamedTensor>& tensors, const char* op, const std::string& name) {
     const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const NamedTensor& named) { return named.name == name; });
@@ -502,11 +374,11 @@ const NamedTensor& Learner::find(const std::vector<NamedTensor>& tensors, const 
          tensors.back().name, "'");
 }
 
-const std::vector<NamedTensor>& Learner::tensors() const { return impl_->tensors; }
+const std::vector<NamedTensor>& Learner::tensors() const { return impl_->parameters.tensors; }
 
-const std::vector<NamedTensor>& Learner::gradients() const { return impl_->gradients; }
+const std::vector<NamedTensor>& Learner::gradients() const { return impl_->parameters.gradients; }
 
-const std::vector<NamedTensor>& Learner::optimizer_state() const { return impl_->optimizer; }
+const std::vector<NamedTensor>& Learner::optimizer_state() const { return impl_->parameters.optimizer; }
 
 std::int64_t Learner::update_count() const { return impl_->updates; }
 
@@ -525,7 +397,7 @@ const ModelSpec& Learner::spec() const { return impl_->spec; }
 
 const LearnerOptions& Learner::options() const { return impl_->options; }
 
-const ModelWeights& Learner::weights() const { return impl_->live; }
+const ModelWeights& Learner::weights() const { return impl_->parameters.live; }
 
 Backend& Learner::backend() const { return *impl_->backend; }
 

@@ -7,17 +7,27 @@
 
 #include "backend/backend.h"
 #include "model/parameters.h"
+#include "model/recipe.h"
 #include "model/spec.h"
 
 namespace surogate {
 
 struct LearnerOptions {
     std::int64_t max_tokens = 0;  // of one micro-batch; all activations are planned for it
-    std::int64_t head_rows = 0;   // rows of logits alive at once; 0: as many as make 256 MiB, a number of the vocabulary's size alone
+    std::int64_t head_rows = 0;   // rows of logits computed at a time; 0: a number that depends on vocabulary and recipe alone
     bool trainable = true;        // false: forward only, no gradients and no optimiser (a reference model)
     bool recompute = false;       // keep a block's input only, compute its activations again in backward
+    /// Keep the logits of all rows between forward and backward, not of the last chunk alone: same bits, more memory, one product less.
+    bool keep_logits = false;
+    /// With a head that is not trained: forward goes on to the gradient of every row for a seed of 1, which backward only scales. One
+    /// product less than computing the logits again; backward with dentropy still does that. Other rounding, so not the default.
+    bool head_gradient_in_forward = false;
+    /// Keep the adapters as a border of the frozen weights, so that each linear with its adapters is a single product (see Border). Other
+    /// rounding than with products of their own.
+    bool border_adapters = false;
+    Recipe recipe;
     LoraOptions lora;
-    std::uint64_t seed = 0;        // of the fresh adapter's A
+    std::uint64_t seed = 0;        // of the fresh adapter's A, and of stochastic rounding
     std::size_t memory_limit = 0;  // bytes; 0: what the device has free
 };
 
@@ -84,6 +94,9 @@ class Learner {
 
     /// Host values, dense, into the weight or adapter of that name. The name must exist, and no pass be pending.
     void load(const std::string& name, const float* values);
+    /// Exact values, dense, of a tensor out of `tensors()`, `gradients()` or `optimizer_state()`; and, of the latter two, back again.
+    void read(float* values, const NamedTensor& named) const;
+    void write(const NamedTensor& named, const float* values);
     /// The tensor of that name out of `tensors()`, `gradients()` or `optimizer_state()`, or an error that names `op` and what there is.
     static const NamedTensor& find(const std::vector<NamedTensor>& tensors, const char* op, const std::string& name);
 

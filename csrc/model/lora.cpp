@@ -14,9 +14,55 @@ AdapterGroup::AdapterGroup(std::initializer_list<Site> sites) {
     }
 }
 
+namespace {
+
+/// A view that takes in what lies right of it as well.
+Tensor widen(const Tensor& t, std::int64_t columns) { return t.column_range(0, t.columns + columns); }
+
+}  // namespace
+
+void projection_forward(Backend& backend, const Projection& projection, const Tensor& y, const Tensor& low, const Tensor& x,
+                        const Tensor& residual, float scale) {
+    const auto multiply = [&](const Tensor& input, const Tensor& weight) {
+        if (y.empty()) return;
+        if (residual.empty()) {
+            backend.linear_forward(y, input, weight, projection.bias, 1.0f, 0.0f);
+        } else {
+            backend.linear_add_forward(y, residual, input, weight, projection.bias);
+        }
+    };
+    const Border& border = projection.border;
+    if (border.present()) {
+        backend.linear_forward(x.column_range(x.columns, border.width), x, border.a(), {}, scale, 0.0f);
+        multiply(widen(x, border.width), border.forward());
+    } else {
+        multiply(x, projection.weight);
+        adapter_forward(backend, projection.adapters, y, low, x, scale);
+    }
+}
+
+void projection_backward(Backend& backend, const Projection& projection, const AdapterGroup& gradients, const Tensor& dx,
+                         const Tensor& d_low, const Tensor& dy, const Tensor& x, const Tensor& low, float scale) {
+    const Border& border = projection.border;
+    if (!border.present()) {
+        if (!dx.empty()) backend.linear_backward_input(dx, dy, projection.weight, 1.0f, 0.0f);
+        adapter_backward(backend, projection.adapters, gradients, dx, d_low, dy, x, low, scale);
+        return;
+    }
+    const Tensor beside = dy.column_range(dy.columns, border.width);
+    backend.linear_backward_input(beside, dy, border.b(), scale, 0.0f);
+    for (std::int64_t i = 0; i < gradients.count; ++i) {
+        const Tensor& db = gradients.members[static_cast<std::size_t>(i)].b;
+        const Tensor dy_part = dy.column_range(gradients.members[static_cast<std::size_t>(i)].first, db.rows);
+        backend.linear_backward_weight(db, dy_part, low.column_range(i * db.columns, db.columns), 1.0f);
+    }
+    backend.linear_backward_weight(gradients.a, beside.column_range(0, gradients.a.rows), x, 1.0f);
+    if (!dx.empty()) backend.linear_backward_input(dx, widen(dy, border.width), border.backward(), 1.0f, 0.0f);
+}
+
 void adapter_forward(Backend& backend, const AdapterGroup& group, const Tensor& y, const Tensor& low, const Tensor& x, float scale) {
     if (group.count == 0) return;
-    backend.linear_forward(low, x, group.a, {}, 1.0f, 0.0f);
+    backend.linear_forward(low.column_range(0, group.a.rows), x, group.a, {}, 1.0f, 0.0f);
     for (std::int64_t i = 0; i < group.count; ++i) {
         const auto& member = group.members[static_cast<std::size_t>(i)];
         const std::int64_t rank = member.b.columns;

@@ -26,6 +26,23 @@ struct AdapterGroup {
     AdapterGroup(std::initializer_list<Site> sites);
 };
 
+/// A linear, or several that are one product, with the adapters beside it.
+struct Projection {
+    Tensor weight, bias;  // [N, K], [N] or empty
+    Border border;        // may be absent
+    AdapterGroup adapters;
+};
+
+/// y = x W^T (+ bias) (+ residual) + scale * (x A^T) B^T. `low` receives x A^T, in the border's room beside x if there is one (then
+/// scaled). An empty y: only `low`.
+void projection_forward(Backend& backend, const Projection& projection, const Tensor& y, const Tensor& low, const Tensor& x,
+                        const Tensor& residual, float scale);
+
+/// dx = the gradient of x (dx may be empty), and the adapters' gradients +=. With a border there is room beside dy, otherwise `d_low` is
+/// scratch, at least as wide as low.
+void projection_backward(Backend& backend, const Projection& projection, const AdapterGroup& gradients, const Tensor& dx,
+                         const Tensor& d_low, const Tensor& dy, const Tensor& x, const Tensor& low, float scale);
+
 /// low = x A^T, then y += scale * low B^T, for all that are present
 void adapter_forward(Backend& backend, const AdapterGroup& group, const Tensor& y, const Tensor& low, const Tensor& x, float scale);
 

@@ -17,6 +17,27 @@ struct Adapter {
     bool present() const { return !a.empty(); }
 };
 
+/// A frozen linear [N, K] and its adapters as one matrix,
+///
+///     W  B     N rows
+///     A  0     R rows, R the adapters' ranks together, rounded up
+///
+/// so that y = [x, s x A^T] [W, B]^T and dx = [dy, s dy B] [W; A] are single products, if there is room for R more columns beside x and dy.
+/// Where several linears write side by side, B is block-diagonal and the A lie one below the other.
+struct Border {
+    Tensor whole;            // [N + R, K + R]
+    std::int64_t width = 0;  // R
+
+    bool present() const { return width > 0; }
+    std::int64_t rows() const { return whole.rows - width; }
+    std::int64_t columns() const { return whole.columns - width; }
+    Tensor weight() const { return whole.row_range(0, rows()).column_range(0, columns()); }
+    Tensor a() const { return whole.row_range(rows(), width).column_range(0, columns()); }
+    Tensor b() const { return whole.row_range(0, rows()).column_range(columns(), width); }
+    Tensor forward() const { return whole.row_range(0, rows()); }
+    Tensor backward() const { return whole.column_range(0, columns()); }
+};
+
 /// One block's weights. q, k and v lie in one buffer [(H+2K)*D, C], gate and up in one [2F, C], each a range of rows; adapters likewise:
 /// the A of q, k and v (those present) lie one below the other, so that x A^T is one product.
 struct BlockWeights {
@@ -28,6 +49,7 @@ struct BlockWeights {
     Tensor gate_up, gate_up_bias;  // [2F, C], [2F]
     Tensor down, down_bias;        // [C, F], [C]
     Adapter q_lora, k_lora, v_lora, o_lora, gate_lora, up_lora, down_lora;
+    Border qkv_border, o_border, gate_up_border, down_border;
 };
 
 struct ModelWeights {
@@ -43,8 +65,11 @@ struct ModelWeights {
 struct NamedTensor {
     std::string name;
     Tensor tensor;
+    Tensor master{};  // the exact values, where `tensor` is only a rounded or a bordering copy of them; empty: `tensor` holds them
     bool trainable = false;
     bool is_vector = false;  // its shape is [columns]
+
+    const Tensor& exact() const { return master.empty() ? tensor : master; }
 };
 
 }  // namespace surogate

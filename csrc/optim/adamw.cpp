@@ -3,10 +3,13 @@
 #include <cmath>
 
 #include "core/error.h"
+#include "core/random.h"
 
 namespace surogate {
 
 namespace {
+
+constexpr std::uint64_t kRoundingStream = 0x726f756e64u;  // apart from the streams that draw weights
 
 void check(const StepOptions& options) {
     const auto not_negative = [](const char* name, float value) {
@@ -33,7 +36,8 @@ void zero_gradients(Backend& backend, const std::vector<ParameterSpan>& spans) {
     for (const ParameterSpan& span : spans) backend.fill(span.gradient, 0.0f);
 }
 
-StepStats adamw_step(Backend& backend, const std::vector<ParameterSpan>& spans, const StepOptions& options, std::int64_t& count) {
+StepStats adamw_step(Backend& backend, const std::vector<ParameterSpan>& spans, const StepOptions& options, std::uint64_t seed,
+                     std::int64_t& count) {
     check(options);
     StepStats stats;
     stats.grad_norm = gradient_norm(backend, spans);
@@ -42,6 +46,7 @@ StepStats adamw_step(Backend& backend, const std::vector<ParameterSpan>& spans, 
         ++count;
         double scale = 1.0;
         if (options.max_grad_norm > 0.0f) scale = std::min(1.0, static_cast<double>(options.max_grad_norm) / (stats.grad_norm + 1e-6));
+        std::uint64_t index = 0;
         for (const ParameterSpan& span : spans) {
             AdamWOptions adamw;
             adamw.learning_rate = options.learning_rate;
@@ -51,7 +56,9 @@ StepStats adamw_step(Backend& backend, const std::vector<ParameterSpan>& spans, 
             adamw.weight_decay = span.decay ? options.weight_decay : 0.0f;
             adamw.step = count;
             adamw.gradient_scale = static_cast<float>(scale);
-            backend.adamw(span.weight, span.m, span.v, span.gradient, adamw);
+            const Philox::Block block = Philox(seed, kRoundingStream)(index++);
+            adamw.seed = std::uint64_t{block[1]} << 32 | block[0];
+            backend.adamw(span.weight, span.master, span.m, span.v, span.gradient, adamw);
         }
     }
     zero_gradients(backend, spans);

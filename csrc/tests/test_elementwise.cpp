@@ -161,7 +161,7 @@ TEST(adamw) {
         for (std::int64_t step = 1; step <= 5; ++step) {
             Data g = Data::dense(1, n, 10 + static_cast<std::uint64_t>(step), 0.1);
             const AdamWOptions o{1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, step, 0.5f};
-            backend().adamw(w.tensor(), m.tensor(), v.tensor(), g.tensor(), o);
+            backend().adamw(w.tensor(), {}, m.tensor(), v.tensor(), g.tensor(), o);
             // Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2, with a constant schedule.
             const double lr = static_cast<double>(o.learning_rate), b1 = static_cast<double>(o.beta1), b2 = static_cast<double>(o.beta2);
             for (std::int64_t i = 0; i < n; ++i) {
@@ -179,9 +179,9 @@ TEST(adamw) {
         }
     }
     Data w(1, 4, 0), short_v(1, 3, 0);
-    CHECK_THROWS(backend().adamw(w.tensor(), w.tensor(), short_v.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 1, 1.0f}),
+    CHECK_THROWS(backend().adamw(w.tensor(), {}, w.tensor(), short_v.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 1, 1.0f}),
                  "adamw: v");
-    CHECK_THROWS(backend().adamw(w.tensor(), w.tensor(), w.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 0, 1.0f}),
+    CHECK_THROWS(backend().adamw(w.tensor(), {}, w.tensor(), w.tensor(), w.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.0f, 0, 1.0f}),
                  "adamw: step");
 }
 
@@ -194,7 +194,7 @@ TEST(elementwise_bits_do_not_depend_on_threads) {
         cpu.swiglu_backward(dgate_up.tensor(), dy.tensor(), gate_up.tensor());
         cpu.embedding_backward(dtable.tensor(), dy.tensor(), ids_of(ids));
         Data w = Data::dense(1, 50001, 3), m = Data::dense(1, 50001, 4), v(1, 50001, 0), g = Data::dense(1, 50001, 5);
-        cpu.adamw(w.tensor(), m.tensor(), v.tensor(), g.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 3, 1.0f});
+        cpu.adamw(w.tensor(), {}, m.tensor(), v.tensor(), g.tensor(), {1e-2f, 0.9f, 0.99f, 1e-8f, 0.1f, 3, 1.0f});
         return std::vector<Data>{y, dgate_up, dtable, w, m, v};
     });
 }

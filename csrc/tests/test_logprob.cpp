@@ -81,8 +81,8 @@ TEST(logprob_backward) {
             const float temperature = static_cast<float>(c.temperature);
             backend().logprob_forward(s.logp.tensor(), s.entropy.tensor(), s.lse.tensor(), in.logits.tensor(), ids_of(in.targets),
                                       temperature, c.valid);
-            backend().logprob_backward(in.logits.tensor(), s.lse.tensor(), s.entropy.tensor(), ids_of(in.targets), dlogp.tensor(),
-                                       with_entropy ? dentropy.tensor() : Tensor{}, temperature, c.valid);
+            backend().logprob_backward(in.logits.tensor(), in.logits.tensor(), s.lse.tensor(), s.entropy.tensor(), ids_of(in.targets),
+                                       dlogp.tensor(), with_entropy ? dentropy.tensor() : Tensor{}, temperature, c.valid);
             if (in.valid == 1) {
                 for (std::int64_t r = 0; r < c.rows; ++r) {
                     for (std::int64_t v = 0; v < c.vocab; ++v) CHECK_NEAR(in.logits(r, v), 0.0, 1e-6);
@@ -129,7 +129,8 @@ TEST(logprob_shows_what_is_not_finite) {
         backend().logprob_forward(s.logp.tensor(), s.entropy.tensor(), s.lse.tensor(), in.logits.tensor(), ids_of(in.targets), 1.0f, 0);
         CHECK(std::isnan(s.logp(0, 0)) && std::isnan(s.entropy(0, 0)));
         Data dlogp = Data::dense(1, 1, 5);
-        backend().logprob_backward(in.logits.tensor(), s.lse.tensor(), {}, ids_of(in.targets), dlogp.tensor(), {}, 1.0f, 0);
+        backend().logprob_backward(in.logits.tensor(), in.logits.tensor(), s.lse.tensor(), {}, ids_of(in.targets), dlogp.tensor(), {}, 1.0f,
+                                   0);
         CHECK(std::isnan(in.logits(0, 3)));
     }
 }
@@ -142,7 +143,7 @@ TEST(logprob_of_a_row_without_a_seed_gives_zeros) {
     Data dlogp(1, 2, 0);
     dlogp(0, 1) = 1.0f;
     backend().logprob_forward(s.logp.tensor(), {}, s.lse.tensor(), in.logits.tensor(), ids_of(in.targets), 1.0f, 0);
-    backend().logprob_backward(in.logits.tensor(), s.lse.tensor(), {}, ids_of(in.targets), dlogp.tensor(), {}, 1.0f, 0);
+    backend().logprob_backward(in.logits.tensor(), in.logits.tensor(), s.lse.tensor(), {}, ids_of(in.targets), dlogp.tensor(), {}, 1.0f, 0);
     for (std::int64_t v = 0; v < 40; ++v) CHECK_EQ(in.logits(0, v), 0.0f);
     CHECK(in.logits(1, in.targets[1]) > 0.0f);
 }
@@ -154,8 +155,8 @@ TEST(logprob_bits_do_not_depend_on_threads) {
         Stats s(c.rows);
         Data dlogp = Data::dense(1, c.rows, 5), dentropy = Data::dense(1, c.rows, 6);
         cpu.logprob_forward(s.logp.tensor(), s.entropy.tensor(), s.lse.tensor(), in.logits.tensor(), ids_of(in.targets), 0.8f, 5000);
-        cpu.logprob_backward(in.logits.tensor(), s.lse.tensor(), s.entropy.tensor(), ids_of(in.targets), dlogp.tensor(), dentropy.tensor(),
-                             0.8f, 5000);
+        cpu.logprob_backward(in.logits.tensor(), in.logits.tensor(), s.lse.tensor(), s.entropy.tensor(), ids_of(in.targets), dlogp.tensor(),
+                             dentropy.tensor(), 0.8f, 5000);
         return std::vector<Data>{s.logp, s.entropy, s.lse, in.logits};
     });
 }

@@ -28,18 +28,33 @@ _YES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false",
 
 @overload
 def load_config(
-    path: str | os.PathLike[str], command: Literal["sft"], overrides: Sequence[str] = ..., *, rewards_given: bool = ...
+    path: str | os.PathLike[str],
+    command: Literal["sft"],
+    overrides: Sequence[str] = ...,
+    *,
+    rewards_given: bool = ...,
+    planning: bool = ...,
 ) -> SftConfig: ...
 @overload
 def load_config(
-    path: str | os.PathLike[str], command: Literal["dpo"], overrides: Sequence[str] = ..., *, rewards_given: bool = ...
+    path: str | os.PathLike[str],
+    command: Literal["dpo"],
+    overrides: Sequence[str] = ...,
+    *,
+    rewards_given: bool = ...,
+    planning: bool = ...,
 ) -> DpoConfig: ...
 @overload
 def load_config(
-    path: str | os.PathLike[str], command: Literal["grpo"], overrides: Sequence[str] = ..., *, rewards_given: bool = ...
+    path: str | os.PathLike[str],
+    command: Literal["grpo"],
+    overrides: Sequence[str] = ...,
+    *,
+    rewards_given: bool = ...,
+    planning: bool = ...,
 ) -> GrpoConfig: ...
 def load_config(
-    path: str | os.PathLike[str], command: Command, overrides: Sequence[str] = (), *, rewards_given: bool = False
+    path: str | os.PathLike[str], command: Command, overrides: Sequence[str] = (), *, rewards_given: bool = False, planning: bool = False
 ) -> TrainConfig:
     """Reads, checks and resolves a YAML file.
 
@@ -48,6 +63,7 @@ def load_config(
         command: sft, dpo or grpo.
         overrides: ``key=value`` texts of ``--set``, applied in order.
         rewards_given: grpo: reward functions come from Python, so that the file needs none.
+        planning: nothing will be run, so ``device: cuda`` needs no GPU.
 
     Raises:
         ConfigError: all that is wrong, one ``file:line: message`` each.
@@ -60,23 +76,43 @@ def load_config(
         raise ConfigError([f"{name}: expected 'key: value' lines, got {got(source.data)}"])
     if source.data is None:
         raise ConfigError([_located(name, problem, source, []) for problem in source.problems])
-    return _check(source, command, overrides, name, rewards_given)
+    return _check(source, command, overrides, name, rewards_given, planning)
 
 
 @overload
 def parse_config(
-    config: Mapping[str, Any] | BaseModel, command: Literal["sft"], overrides: Sequence[str] = ..., *, rewards_given: bool = ...
+    config: Mapping[str, Any] | BaseModel,
+    command: Literal["sft"],
+    overrides: Sequence[str] = ...,
+    *,
+    rewards_given: bool = ...,
+    planning: bool = ...,
 ) -> SftConfig: ...
 @overload
 def parse_config(
-    config: Mapping[str, Any] | BaseModel, command: Literal["dpo"], overrides: Sequence[str] = ..., *, rewards_given: bool = ...
+    config: Mapping[str, Any] | BaseModel,
+    command: Literal["dpo"],
+    overrides: Sequence[str] = ...,
+    *,
+    rewards_given: bool = ...,
+    planning: bool = ...,
 ) -> DpoConfig: ...
 @overload
 def parse_config(
-    config: Mapping[str, Any] | BaseModel, command: Literal["grpo"], overrides: Sequence[str] = ..., *, rewards_given: bool = ...
+    config: Mapping[str, Any] | BaseModel,
+    command: Literal["grpo"],
+    overrides: Sequence[str] = ...,
+    *,
+    rewards_given: bool = ...,
+    planning: bool = ...,
 ) -> GrpoConfig: ...
 def parse_config(
-    config: Mapping[str, Any] | BaseModel, command: Command, overrides: Sequence[str] = (), *, rewards_given: bool = False
+    config: Mapping[str, Any] | BaseModel,
+    command: Command,
+    overrides: Sequence[str] = (),
+    *,
+    rewards_given: bool = False,
+    planning: bool = False,
 ) -> TrainConfig:
     """The same for a dict or a configuration object; errors name the key path instead of file and line.
 
@@ -91,7 +127,7 @@ def parse_config(
     source = Source()
     source.data = _plain(config, (), source.problems)
     _numbers_from_yaml11(source.data, command, ())
-    return _check(source, command, overrides, None, rewards_given)
+    return _check(source, command, overrides, None, rewards_given, planning)
 
 
 def at_key(path: str | os.PathLike[str], overrides: Sequence[str], key: KeyPath, message: str) -> ConfigError:
@@ -120,7 +156,9 @@ def _read(name: str) -> str:
         raise ConfigError([f"{name}: cannot be read: {error.strerror}"]) from None
 
 
-def _check(source: Source, command: Command, overrides: Sequence[str], name: str | None, rewards_given: bool) -> TrainConfig:
+def _check(
+    source: Source, command: Command, overrides: Sequence[str], name: str | None, rewards_given: bool, planning: bool
+) -> TrainConfig:
     data: dict[str, Any] = source.data
     _expand_shorthands(data, command)
     problems: list[Problem] = list(source.problems)
@@ -139,7 +177,7 @@ def _check(source: Source, command: Command, overrides: Sequence[str], name: str
     problems.extend(type_problems)
     if config is not None:
         bad = [problem.path for problem in type_problems]
-        for problem in find_problems(config, command, rewards_given=rewards_given):
+        for problem in find_problems(config, command, rewards_given=rewards_given, planning=planning):
             if not any(_touches(path, known) for path in (problem.path, *problem.also) for known in bad):
                 problems.append(problem)
     if problems or set_lines:

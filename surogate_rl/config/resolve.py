@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from surogate_rl.config.devices import chosen_device, chosen_recipe, cuda_unavailable_reason, samples
 from surogate_rl.config.errors import KeyPath, Problem, path_text
 from surogate_rl.config.explain import nearest
 from surogate_rl.config.schema import (
@@ -34,9 +35,14 @@ DEFAULT_EVAL_COMPLETION = 256
 Config = TypeVar("Config", bound=TrainConfig)
 
 
-def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool = False) -> list[Problem]:
-    """Everything that the types alone cannot rule out."""
-    problems = [*_device_problems(config), *_training_problems(config), *_lora_problems(config), *_loss_type_problems(config, command)]
+def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool = False, planning: bool = False) -> list[Problem]:
+    """Everything that the types alone cannot rule out. ``planning``: nothing will run, so what this machine has does not matter."""
+    problems = [
+        *_device_problems(config, planning),
+        *_training_problems(config),
+        *_lora_problems(config),
+        *_loss_type_problems(config, command),
+    ]
     if config.eval is not None:
         problems.extend(_eval_problems(config, config.eval))
     if command != "sft" and not config.packing:
@@ -48,13 +54,34 @@ def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool 
     return problems
 
 
-def _device_problems(config: TrainConfig) -> Iterator[Problem]:
-    if config.device == "cuda":
-        yield Problem("device: the CUDA back-end is not there yet; set device: cpu", ("device",))
-    if config.gpus:
-        yield Problem(f"gpus: {config.gpus} asked for, but the CUDA back-end is not there yet; set gpus: 0 or remove the key", ("gpus",))
-    if config.recipe == "bfloat16":
-        yield Problem("recipe: bfloat16 needs a GPU, the CPU computes in float32; set recipe: float32", ("recipe",))
+def _device_problems(config: TrainConfig, planning: bool) -> Iterator[Problem]:
+    device = chosen_device(config)
+    if config.device == "cuda" and not planning and (reason := cuda_unavailable_reason()):
+        yield Problem(f"device: cuda was asked for, but {reason}", ("device",))
+    if device == "cuda" and config.gpus is not None and config.gpus != 1:
+        what = "0 leaves no GPU to device: cuda" if config.gpus == 0 else f"{config.gpus} asked for, but several GPUs are not there yet"
+        yield Problem(f"gpus: {what}; set gpus: 1 or remove the key", ("gpus",), (("device",),))
+    if device == "cpu" and config.gpus:
+        sampled = "this run samples completions, which is done on the cpu"
+        why = "device is cpu" if config.device == "cpu" else cuda_unavailable_reason() or sampled
+        yield Problem(f"gpus: {config.gpus} asked for, but {why}; set gpus: 0 or remove the key", ("gpus",), (("device",),))
+    if device == "cpu" and config.recipe == "bfloat16":
+        yield Problem("recipe: bfloat16 needs a GPU, the CPU computes in float32; set recipe: float32", ("recipe",), (("device",),))
+    elif chosen_recipe(config) == "float32":
+        for key in ("optimizer_state_dtype", "gradient_dtype", "logits_dtype"):
+            if getattr(config, key) == "bfloat16":
+                yield Problem(f"{key}: bfloat16 goes with recipe: bfloat16 on a GPU only; remove this key", (key,), (("recipe",),))
+    if device == "cuda" and samples(config):
+        yield _sampler_problem(config)
+
+
+def _sampler_problem(config: TrainConfig) -> Problem:
+    """Completions come from the native engine, which has no CUDA back-end."""
+    if isinstance(config, GrpoConfig):
+        message = "rollouts.engine: native samples on the cpu only, and vllm is not there yet, so grpo cannot run with device: cuda"
+        return Problem(f"{message}; set device: cpu", ("rollouts", "engine"), (("device",),))
+    message = "eval.rewards: completions are sampled by the native engine, on the cpu only"
+    return Problem(f"{message}; set device: cpu, or remove eval.rewards to measure the held-out loss", ("eval", "rewards"), (("device",),))
 
 
 def _training_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -289,6 +316,14 @@ def find_idle_keys(config: TrainConfig) -> list[Problem]:
         idle(config, default, ("lora_rank", "lora_alpha", "lora_target_modules"), "lora is false")
     if config.max_steps > 0:
         idle(config, default, ("num_train_epochs",), "max_steps is given")
+    if chosen_recipe(config) == "float32":
+        idle(config, default, ("master_weights",), "the recipe is float32")
+    if chosen_device(config) == "cpu":
+        idle(config, default, ("deterministic",), "the device is cpu, which always gives the same bits")
+    else:
+        idle(config, default, ("threads",), "the device is cuda")
+    if config.device == "auto" and config.gpus != 0 and samples(config) and not cuda_unavailable_reason():
+        found.append(Problem("device: auto takes the cpu, although there is a GPU: completions are sampled on the cpu only", ("device",)))
     if config.save_steps == 0:
         idle(config, default, ("save_total_limit",), "save_steps is 0")
     if config.lr_scheduler_type == "constant":
@@ -320,7 +355,13 @@ def _idle_eval(config: TrainConfig, evaluation: EvalConfig, idle: Callable[..., 
 
 def resolve(config: Config) -> Config:
     """Fills in what ``auto`` and the empty value stand for, so that what is written down says what ran. Resolving twice changes nothing."""
-    update: dict[str, object] = {"device": "cpu", "recipe": "float32", "gpus": 0}
+    device, recipe = chosen_device(config), chosen_recipe(config)
+    update: dict[str, object] = {
+        "device": device,
+        "recipe": recipe,
+        "logits_dtype": recipe if config.logits_dtype == "auto" else config.logits_dtype,
+        "gpus": 1 if device == "cuda" else 0,
+    }
     evaluation = config.eval
     if isinstance(config, GrpoConfig):
         rollouts = config.rollouts

@@ -163,11 +163,28 @@ class TrainConfig(Section):
     tokenizer: Text | None = Field(default=None, description="directory or hub id; default: the model's")
     chat_template: Text | None = Field(default=None, description="Jinja text or a file; default: the tokenizer's")
     init: Literal["pretrained", "random"] = Field(default="pretrained", description="random: fresh weights from the model's config")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to compute")
-    recipe: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="number format of weights and activations; the CPU's is float32"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where to compute; auto: cuda where there is a GPU, but cpu where completions are sampled"
     )
-    gpus: NonNegativeInt | None = Field(default=None, description="GPUs to use; default: what the device has")
+    recipe: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="number format of weights and activations; auto: bfloat16 on cuda; the cpu's is float32"
+    )
+    master_weights: bool = Field(
+        default=True, description="bfloat16: keep what is trained in float32 too; false: round updates stochastically, for less memory"
+    )
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="number format of the optimiser's moments; bfloat16 ones are rounded stochastically"
+    )
+    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="number format in which gradients of weights are added up"
+    )
+    logits_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="number format of the head's output, before the softmax in float32; auto: the recipe's"
+    )
+    deterministic: bool = Field(
+        default=False, description="cuda: same inputs, same bits, for some speed; the cpu always gives the same bits"
+    )
+    gpus: NonNegativeInt | None = Field(default=None, description="GPUs to use; default: 1 on cuda")
     threads: NonNegativeInt = Field(default=0, description="CPU threads; 0: one per core")
     sequence_len: PositiveInt = Field(default=2048, description="longest sequence in tokens, prompt and completion together")
     per_device_train_batch_size: PositiveInt = Field(

@@ -9,8 +9,8 @@ from surogate_rl.config.schema import DpoConfig, GrpoConfig, SftConfig, TrainCon
 from surogate_rl.learner import Learner
 from surogate_rl.models import inspect_model
 from surogate_rl.trainers import dpo, grpo, sft
-from surogate_rl.trainers.kv_cache import available_bytes, cache_tokens
-from surogate_rl.trainers.session import learner_options, memory_limit
+from surogate_rl.trainers.kv_cache import cache_tokens
+from surogate_rl.trainers.session import compute_settings, learner_choices, memory_limit
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ def plan(config: TrainConfig) -> Plan:
         sampler = _core.Generator.plan(spec, max_sequences=sequences, cache_tokens=tokens_cached)
         parts += [(f"sampler: {name}", size) for name, size in sampler]
         if config.loss.beta > 0 and not config.lora:
-            parts += [(f"reference: {name}", size) for name, size in Learner.plan(spec, max_tokens=tokens, trainable=False)]
+            reference = Learner.plan(spec, max_tokens=tokens, trainable=False, compute=compute_settings(config))
+            parts += [(f"reference: {name}", size) for name, size in reference]
     total = sum(size for _, size in parts)
-    lines = ["memory"]
+    lines = [f"device {config.device}, {config.recipe}", "memory"]
     lines += [f"  {name:<44} {size / 2**20:>10.1f} MiB" for name, size in parts]
     lines.append(f"  {'total':<44} {total / 2**20:>10.1f} MiB")
     if limit := memory_limit(config):
@@ -45,12 +46,21 @@ def plan(config: TrainConfig) -> Plan:
 
 
 def learner_plan(config: TrainConfig, spec: _core.ModelSpec, tokens: int) -> list[tuple[str, int]]:
-    """With `recompute: auto`, what would be chosen now."""
-    recompute = config.recompute == "block"
-    parts = Learner.plan(spec, **learner_options(config, tokens, recompute))
-    if config.recompute == "auto" and sum(size for _, size in parts) > (memory_limit(config) or available_bytes()):
-        parts = Learner.plan(spec, **learner_options(config, tokens, True))
-    return parts
+    """What would be chosen now; where the device is not here to be asked and no limit is given, the largest choice."""
+    *larger, smallest = learner_choices(config, tokens)
+    room = memory_limit(config) or device_memory(config)
+    for options in larger:
+        parts = Learner.plan(spec, **options)
+        if room is None or sum(size for _, size in parts) <= room:
+            return parts
+    return Learner.plan(spec, **smallest)
+
+
+def device_memory(config: TrainConfig) -> int | None:
+    """Bytes that the device has free; None if there is none here."""
+    if config.device == "cuda" and not _core.cuda_available():
+        return None
+    return _core.available_memory("cuda" if config.device == "cuda" else "cpu")
 
 
 def micro_batch_tokens(config: TrainConfig) -> int:

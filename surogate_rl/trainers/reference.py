@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from surogate_rl.config.schema import GrpoConfig
 from surogate_rl.data.packing import PackSequence
 from surogate_rl.learner import AdapterUse, Learner
-from surogate_rl.trainers.session import Session, memory_limit
+from surogate_rl.trainers.session import Session, compute_settings, memory_limit
 
 Score = Callable[[Learner, Sequence[PackSequence], str, AdapterUse], None]
 NAME = "reference_logp"
@@ -30,6 +30,7 @@ class Reference:
                 threads=config.threads,
                 trainable=False,
                 memory_limit=memory_limit(config),
+                compute=compute_settings(config),
             )
             self._learner.load_weights(iter(session.learner.weights()))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from surogate_rl.checkpoint import CheckpointStore
 from surogate_rl.config.resolve import write_resolved
-from surogate_rl.config.schema import TrainConfig
+from surogate_rl.config.schema import SftConfig, TrainConfig
 from surogate_rl.console import Progress
-from surogate_rl.learner import Learner, LoraSettings
+from surogate_rl.learner import Compute, Learner, LoraSettings
 from surogate_rl.models import LoadedModel, load_adapter, load_model
 from surogate_rl.trainers.update import LogpSettings, Updater
 
@@ -46,7 +46,22 @@ def memory_limit(config: TrainConfig) -> int:
     return int(config.memory_limit_gb * 2**30) if config.memory_limit_gb else 0
 
 
-def learner_options(config: TrainConfig, max_tokens: int, recompute: bool) -> dict[str, Any]:
+def compute_settings(config: TrainConfig, *, keep_logits: bool = False) -> Compute:
+    return Compute(
+        device=config.device if config.device != "auto" else "cpu",
+        deterministic=config.deterministic,
+        recipe=config.recipe if config.recipe != "auto" else "float32",
+        logits_dtype=config.logits_dtype if config.logits_dtype != "auto" else "",
+        gradient_dtype=config.gradient_dtype,
+        optimizer_state_dtype=config.optimizer_state_dtype,
+        master_weights=config.master_weights,
+        keep_logits=keep_logits,
+        head_gradient_in_forward=config.device == "cuda",
+        border_adapters=config.device == "cuda",
+    )
+
+
+def learner_options(config: TrainConfig, max_tokens: int, *, recompute: bool, keep_logits: bool = False) -> dict[str, Any]:
     return {
         "max_tokens": max_tokens,
         "threads": config.threads,
@@ -54,17 +69,35 @@ def learner_options(config: TrainConfig, max_tokens: int, recompute: bool) -> di
         "lora": lora_settings(config),
         "seed": config.seed,
         "memory_limit": memory_limit(config),
+        "compute": compute_settings(config, keep_logits=keep_logits),
     }
+
+
+def learner_choices(config: TrainConfig, max_tokens: int) -> list[dict[str, Any]]:
+    """Options of a learner from the fastest to the smallest: the first that fits is taken."""
+    choices = [learner_options(config, max_tokens, recompute=config.recompute == "block")]
+    if config.device == "cuda" and _logits_pay(config):
+        choices.insert(0, learner_options(config, max_tokens, recompute=config.recompute == "block", keep_logits=True))
+    if config.recompute == "auto":
+        choices.append(learner_options(config, max_tokens, recompute=True))
+    return choices
+
+
+def _logits_pay(config: TrainConfig) -> bool:
+    """Whether a backward pass would compute logits again: not if its seeds are known beforehand, nor if the head is frozen."""
+    head_trained = not config.lora or "lm_head" in config.lora_target_modules
+    return head_trained and not (isinstance(config, SftConfig) and config.loss.loss_type == "nll")
 
 
 def make_learner(config: TrainConfig, loaded: LoadedModel, max_tokens: int) -> Learner:
     """`recompute: auto` keeps activations where they fit and computes them again where they do not."""
-    if config.recompute != "auto":
-        return Learner(loaded.spec, **learner_options(config, max_tokens, config.recompute == "block"))
-    try:
-        return Learner(loaded.spec, **learner_options(config, max_tokens, False))
-    except MemoryError:
-        return Learner(loaded.spec, **learner_options(config, max_tokens, True))
+    *larger, smallest = learner_choices(config, max_tokens)
+    for options in larger:
+        try:
+            return Learner(loaded.spec, **options)
+        except MemoryError:
+            continue
+    return Learner(loaded.spec, **smallest)
 
 
 def open_session(command: str, config: TrainConfig, max_tokens: int, logp: Callable[[LoadedModel], LogpSettings]) -> Session:

@@ -25,9 +25,8 @@ def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("command", "keys", "message"),
     [
-        ("sft", {"device": "cuda"}, "device: the CUDA back-end is not there yet; set device: cpu"),
-        ("sft", {"gpus": 2}, "gpus: 2 asked for, but the CUDA back-end is not there yet; set gpus: 0 or remove the key"),
-        ("sft", {"recipe": "bfloat16"}, "recipe: bfloat16 needs a GPU, the CPU computes in float32; set recipe: float32"),
+        ("sft", {"device": "cpu", "gpus": 2}, "gpus: 2 asked for, but device is cpu; set gpus: 0 or remove the key"),
+        ("sft", {"device": "cpu", "recipe": "bfloat16"}, "recipe: bfloat16 needs a GPU, the CPU computes in float32; set recipe: float32"),
         ("sft", {"max_steps": 0}, "max_steps: expected a whole number greater than 0, or -1 for num_train_epochs; got 0"),
         ("sft", {"max_steps": -5}, "max_steps: expected a whole number greater than 0, or -1 for num_train_epochs; got -5"),
         ("sft", {"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio and warmup_steps are both given; keep one of them"),

@@ -259,3 +259,27 @@ def test_empty_batches() -> None:
     stats = model.step(1e-3)
     assert stats.applied
     assert stats.grad_norm == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"recipe": "float16"}, "recipe: expected float32 or bfloat16, got 'float16'"),
+        ({"recipe": "bfloat16"}, "recipe: the cpu computes in float32, got bfloat16"),
+        ({"gradient_dtype": "bfloat16"}, "gradient_dtype: expected float32 with the float32 recipe, got bfloat16"),
+        ({"optimizer_state_dtype": "int32"}, "optimizer_state_dtype: expected float32 or bfloat16, got 'int32'"),
+        ({"device": "gpu"}, "device: expected 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        ({"device": "cuda:x"}, "device: expected 'cpu', 'cuda' or 'cuda:N', got 'cuda:x'"),
+    ],
+)
+def test_device_and_formats(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        learner(**options)
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="device: ") as caught:
+        _core.Learner(spec(), max_tokens=8, device="cuda:99")
+    if not _core.cuda_available():
+        assert _core.cuda_unavailable_reason() in str(caught.value)
+    assert _core.available_memory("cpu") > 0

@@ -59,6 +59,37 @@ def test_what_saves_memory() -> None:
     assert find(plan(head_rows=10), "head") < find(plan(head_rows=100), "head")
 
 
+def test_formats() -> None:
+    """What each number format halves."""
+    full, half = plan(), plan(recipe="bfloat16")
+    for part in ("weights", "activations", "residual"):
+        # rstd and lse of a layer's activations stay float32
+        statistics = 6 * 256 * 4 * (8 + 2) if part == "activations" else 0
+        assert find(half, part) - statistics == (find(full, part) - statistics) // 2
+    for part in ("gradients", "optimizer", "rotary"):
+        assert find(half, part) == find(full, part)
+    assert find(half, "float32 master") == find(full, "weights")
+    small = plan(recipe="bfloat16", master_weights=False, gradient_dtype="bfloat16", optimizer_state_dtype="bfloat16")
+    assert not any(name.startswith("float32 master") for name in small)
+    for part in ("gradients", "optimizer"):
+        assert find(small, part) == find(full, part) // 2
+    assert find(plan(recipe="bfloat16", logits_dtype="float32"), "head") > find(half, "head")
+
+    adapter = plan(recipe="bfloat16", **LORA)
+    assert find(adapter, "weights") == find(half, "weights")
+    for part in ("gradients", "float32 master"):
+        assert find(adapter, part) == 2 * find(adapter, "adapter") == 2 * find(adapter, "initial adapter")
+    assert not any("master" in name for name in plan(recipe="bfloat16", trainable=False))
+
+
+def test_kept_logits_cost_their_rows() -> None:
+    few, all_rows = plan(head_rows=16), plan(head_rows=16, keep_logits=True)
+    assert find(all_rows, "head") - find(few, "head") == (256 - 16) * 4 * (1000 + 2 * 256 + 1) - 192  # rstd of 16 rows is padded
+    assert plan(head_rows=16, keep_logits=True, trainable=False) == plan(head_rows=16, trainable=False)
+    ahead = find(plan(head_rows=16, head_gradient_in_forward=True, **LORA), "head")
+    assert ahead - find(plan(head_rows=16, **LORA), "head") == (256 - 16) * 4 * 256
+
+
 def test_memory_is_the_plan() -> None:
     for options in ({}, {"recompute": True}, LORA, {"trainable": False}):
         learner = _core.Learner(_core.ModelSpec(**SPEC), max_tokens=256, **options)

@@ -25,6 +25,7 @@ class CpuBackend final : public Backend {
     const Kernels& kernels() const { return kernels_; }
 
     Device device() const override { return {}; }
+    std::size_t available_memory() const override { return available_host_memory(); }
     void* allocate(std::size_t bytes) override;
     void release(void* data) noexcept override;
     void upload(const Tensor& out, const void* host) override;
@@ -63,14 +64,16 @@ class CpuBackend final : public Backend {
 
     void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
     void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
+    void scatter_add_scaled_rows(const Tensor& out, const Tensor& in, const Tensor& index, const Tensor& scale) override;
 
     void logprob_forward(const Tensor& logp, const Tensor& entropy, const Tensor& lse, const Tensor& logits, const Tensor& targets,
                          float temperature, std::int64_t valid_vocab) override;
-    void logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets, const Tensor& dlogp,
-                          const Tensor& dentropy, float temperature, std::int64_t valid_vocab) override;
+    void logprob_backward(const Tensor& dlogits, const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets,
+                          const Tensor& dlogp, const Tensor& dentropy, float temperature, std::int64_t valid_vocab) override;
 
     double sum_of_squares(const Tensor& x) override;
-    void adamw(const Tensor& weight, const Tensor& m, const Tensor& v, const Tensor& gradient, const AdamWOptions& options) override;
+    void adamw(const Tensor& weight, const Tensor& master, const Tensor& m, const Tensor& v, const Tensor& gradient,
+               const AdamWOptions& options) override;
 
     // In decode.cpp.
     void decode_linear(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) override;

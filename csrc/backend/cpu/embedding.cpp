@@ -54,4 +54,22 @@ void CpuBackend::scatter_add_rows(const Tensor& out, const Tensor& in, const Ten
     add_rows(*this, "scatter_add_rows", out, in, index, "out", "in", "index");
 }
 
+void CpuBackend::scatter_add_scaled_rows(const Tensor& out, const Tensor& in, const Tensor& index, const Tensor& scale) {
+    const char* op = "scatter_add_scaled_rows";
+    check(op, "out", out, out.rows, in.columns);
+    check(op, "in", in, index.size(), in.columns);
+    check_vector(op, "index", index, index.size(), DType::Int32);
+    check_vector(op, "scale", scale, index.size());
+    check_indices(op, "index", index, out.rows);
+    pool_.parallel_ranges(in.columns, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t i = 0; i < in.rows; ++i) {
+            const float factor = scale.f32()[i];
+            if (factor == 0.0f) continue;
+            float* to = row(out, index.i32()[i]);
+            const float* from = row(in, i);
+            for (std::int64_t c = begin; c < end; ++c) to[c] += factor * from[c];
+        }
+    });
+}
+
 }  // namespace surogate

@@ -48,10 +48,14 @@ void CpuBackend::logprob_forward(const Tensor& logp, const Tensor& entropy, cons
     });
 }
 
-void CpuBackend::logprob_backward(const Tensor& logits, const Tensor& lse, const Tensor& entropy, const Tensor& targets,
-                                  const Tensor& dlogp, const Tensor& dentropy, float temperature, std::int64_t valid_vocab) {
+void CpuBackend::logprob_backward(const Tensor& dlogits, const Tensor& logits, const Tensor& lse, const Tensor& entropy,
+                                  const Tensor& targets, const Tensor& dlogp, const Tensor& dentropy, float temperature,
+                                  std::int64_t valid_vocab) {
     const char* op = "logprob_backward";
     const std::int64_t valid = check_logprob(op, logits, lse, targets, temperature, valid_vocab);
+    check(op, "dlogits", dlogits, logits.rows, logits.columns);
+    const bool in_place = dlogits.data == logits.data;
+    if (in_place) require(dlogits.stride == logits.stride, op, "dlogits", "the logits' stride where the two are one", dlogits.stride);
     check_vector(op, "dlogp", dlogp, logits.rows);
     const bool with_entropy = dentropy.data != nullptr;
     if (with_entropy) {
@@ -61,12 +65,13 @@ void CpuBackend::logprob_backward(const Tensor& logits, const Tensor& lse, const
     const float scale = 1.0f / temperature;
     pool_.parallel_ranges(logits.rows, kRowGrain, [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t i = begin; i < end; ++i) {
-            float* x = row(logits, i);
+            float* x = row(dlogits, i);
             const float seed = dlogp.f32()[i], entropy_seed = with_entropy ? dentropy.f32()[i] : 0.0f;
             if (seed == 0.0f && entropy_seed == 0.0f) {
                 std::fill_n(x, logits.columns, 0.0f);
                 continue;
             }
+            if (!in_place) std::copy_n(row(logits, i), valid, x);
             const float own_entropy = with_entropy ? entropy.f32()[i] : 0.0f;
             kernels_.logprob_backward(x, scale, lse.f32()[i], own_entropy, seed, entropy_seed, scale, valid);
             x[targets.i32()[i]] += scale * seed;

@@ -46,8 +46,10 @@ double CpuBackend::sum_of_squares(const Tensor& x) {
     return total;
 }
 
-void CpuBackend::adamw(const Tensor& weight, const Tensor& m, const Tensor& v, const Tensor& gradient, const AdamWOptions& options) {
+void CpuBackend::adamw(const Tensor& weight, const Tensor& master, const Tensor& m, const Tensor& v, const Tensor& gradient,
+                       const AdamWOptions& options) {
     const char* op = "adamw";
+    require(master.empty(), op, "master", "none beside float32 weights", master);
     const std::int64_t size = weight.size();
     for (const auto& [name, t] : {std::pair{"weight", &weight}, {"m", &m}, {"v", &v}, {"gradient", &gradient}}) {
         check_vector(op, name, *t, size);

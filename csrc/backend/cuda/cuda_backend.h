@@ -69,6 +69,8 @@ class CudaBackend final : public Backend {
     std::size_t own_bytes() const;
 
     Device device() const override { return {Device::Kind::Cuda, options_.device}; }
+    /// What the device has free, less what the back-end itself will come to take for workspaces and staging.
+    std::size_t available_memory() const override;
     void* allocate(std::size_t bytes) override;
     void release(void* data) noexcept override;
     void upload(const Tensor& out, const void* host) override;
@@ -109,6 +111,7 @@ class CudaBackend final : public Backend {
 
     void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
     void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
+    void scatter_add_scaled_rows(const Tensor& out, const Tensor& in, const Tensor& index, const Tensor& scale) override;
 
     void logprob_forward(const Tensor& logp, const Tensor& entropy, const Tensor& lse, const Tensor& logits, const Tensor& targets,
                          float temperature, std::int64_t valid_vocab) override;

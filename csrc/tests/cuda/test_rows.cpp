@@ -133,6 +133,14 @@ TEST(embedding_and_rows) {
         cpu().scatter_add_rows(out.tensor(), in.tensor(), ids_of(rising));
         gpu().scatter_add_rows(gout.tensor(), gin.tensor(), index.tensor());
         compare("scatter_add_rows, rising", gout, out, bound(dtype, 1e-7));
+        // A scale of 0 keeps even a NaN out.
+        in(3, 5) = std::numeric_limits<float>::quiet_NaN();
+        Host scale = Host::random(1, 6, 3, DType::Float32);
+        scale(0, 3) = 0.0f;
+        const OnDevice gscaled(gpu(), in, dtype, 8), gscale(gpu(), scale, DType::Float32, 0);
+        cpu().scatter_add_scaled_rows(out.tensor(), in.tensor(), ids_of(rising), scale.tensor());
+        gpu().scatter_add_scaled_rows(gout.tensor(), gscaled.tensor(), index.tensor(), gscale.tensor());
+        compare("scatter_add_scaled_rows", gout, out, bound(dtype, 1e-6));
     }
 }
 

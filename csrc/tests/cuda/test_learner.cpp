@@ -1,0 +1,104 @@
+// Whole models on the GPU beside the CPU, in float32 and bfloat16, with everything that the GPU does otherwise.
+#include <cstdio>
+#include <string>
+
+#include "tests/cuda/device.h"
+#include "tests/learner_cases.h"
+
+using namespace surogate;
+using namespace surogate::testing;
+
+namespace {
+
+std::unique_ptr<Learner> on_gpu(const ModelSpec& spec, const LearnerOptions& options, bool deterministic = false) {
+    CudaOptions cuda;
+    cuda.deterministic = deterministic;
+    return make_learner(make_cuda_backend(cuda), spec, options);
+}
+
+/// A shape that cuDNN takes, with grouped queries; `small_spec` is one that it does not.
+ModelSpec even_spec() {
+    ModelSpec spec = small_spec();
+    spec.hidden = 128;
+    spec.heads = 4;
+    spec.kv_heads = 2;
+    spec.head_dim = 64;
+    spec.ffn = 192;
+    spec.vocab = 512;
+    spec.qk_norm = true;
+    spec.rope_inv_freq.assign(32, 0.1);
+    return spec;
+}
+
+std::vector<Case> all_cases() {
+    std::vector<Case> all = cases();
+    for (const Case& c : bordered_cases()) all.push_back(c);
+    LearnerOptions options = adapter(all_linear());
+    options.border_adapters = options.head_gradient_in_forward = true;
+    all.push_back({"even", even_spec(), {}});
+    all.push_back({"even, adapter", even_spec(), options});
+    return all;
+}
+
+}  // namespace
+
+TEST(learner_in_float32_is_the_cpus) {
+    for (const Case& c : all_cases()) {
+        const auto cpu = make_learner(make_cpu_backend({1}), c.spec, c.options);
+        const Outcome expected = run(*cpu), got = run(*on_gpu(c.spec, c.options));
+        CHECK(relative(got.stats.logp, expected.stats.logp) < 1e-5);
+        CHECK(relative(got.stats.entropy, expected.stats.entropy) < 1e-5);
+        check_near(got.gradients, expected.gradients, 1e-3);
+        CHECK(relative(joined(got.gradients), joined(expected.gradients)) < 1e-4);
+    }
+}
+
+TEST(learner_in_bfloat16_is_near) {
+    for (const Case& c : all_cases()) {
+        const auto cpu = make_learner(make_cpu_backend({1}), c.spec, c.options);
+        const Outcome exact = run(*cpu);
+        for (const bool wide_logits : {false, true}) {
+            LearnerOptions options = in_bfloat16(c.options);
+            if (wide_logits) options.recipe.logits = DType::Float32;
+            const Outcome rounded = run(*on_gpu(c.spec, options));
+            CHECK(relative(rounded.stats.logp, exact.stats.logp) < 0.02);
+            CHECK(relative(joined(rounded.gradients), joined(exact.gradients)) < 0.2);
+        }
+    }
+}
+
+TEST(learner_gives_the_same_bits_when_deterministic) {
+    for (const Case& c : all_cases()) {
+        const LearnerOptions options = in_bfloat16(c.options);
+        check_same(run(*on_gpu(c.spec, options, true)), run(*on_gpu(c.spec, options, true)));
+    }
+}
+
+TEST(learner_without_master_weights_learns) {
+    LearnerOptions options = in_bfloat16({});
+    options.recipe.master = false;
+    options.recipe.state = options.recipe.gradient = DType::BFloat16;
+    const auto learner = on_gpu(even_spec(), options);
+    const Arrays arrays = make_arrays({11, 17}, 31, 3);
+    const std::vector<float> seeds(arrays.tokens.size(), -1.0f);
+    const auto loss = [&] {
+        double sum = 0.0;
+        for (const float value : learner->score(arrays.batch(), {}).logp) sum -= static_cast<double>(value);
+        return sum;
+    };
+    const double before = loss();
+    StepOptions step;
+    step.learning_rate = 1e-3f;
+    for (int i = 0; i < 20; ++i) {
+        learner->forward_backward(arrays.batch(), {}, seeds.data(), nullptr);
+        CHECK(learner->step(step).applied);
+    }
+    CHECK(loss() < 0.7 * before);
+}
+
+TEST(learner_knows_the_devices_memory) {
+    LearnerOptions options;
+    options.max_tokens = std::int64_t{1} << 28;
+    CHECK_THROWS(Learner(make_cuda_backend({}), even_spec(), options), "available. Needed for:");
+    CHECK(cuda_unavailable_reason().empty());
+}
