@@ -10,19 +10,24 @@ namespace {
 struct Sizes {
     std::int64_t t, n, k;
 };
-// One row, odd sizes, and sizes beyond one piece of the output or one block of the sum, in each direction.
-const Sizes kSizes[] = {{1, 1, 1},     {1, 17, 5},     {7, 33, 19},   {16, 16, 16},   {64, 48, 32},   {3, 801, 9},
-                        {1030, 5, 11}, {530, 770, 13}, {15, 40, 577}, {9, 600, 1300}, {5, 3700, 590}, {4, 70, 9001}};
+// One row, odd sizes, thin and thick products, and sizes beyond one piece of the output or one block of the sum, in each direction.
+const Sizes kSizes[] = {{1, 1, 1},      {1, 17, 5},   {7, 33, 19},     {16, 16, 16},    {64, 48, 32},     {3, 801, 9},    {1030, 5, 11},
+                        {530, 770, 13}, {96, 97, 98}, {131, 200, 577}, {99, 600, 1300}, {100, 3700, 590}, {97, 101, 9001}};
+
+Exact turn(const Exact& x) {
+    Exact y(x.columns(), x.rows());
+    for (std::int64_t r = 0; r < x.rows(); ++r) {
+        for (std::int64_t c = 0; c < x.columns(); ++c) y(c, r) = x(r, c);
+    }
+    return y;
+}
 
 Exact product(const Exact& a, bool a_turned, const Exact& b, bool b_turned, double alpha) {
-    const std::int64_t m = a_turned ? a.columns() : a.rows(), k = a_turned ? a.rows() : a.columns();
-    const std::int64_t n = b_turned ? b.rows() : b.columns();
-    Exact c(m, n);
-    for (std::int64_t i = 0; i < m; ++i) {
-        for (std::int64_t j = 0; j < n; ++j) {
-            double sum = 0.0;
-            for (std::int64_t p = 0; p < k; ++p) sum += (a_turned ? a(p, i) : a(i, p)) * (b_turned ? b(j, p) : b(p, j));
-            c(i, j) = alpha * sum;
+    const Exact left = a_turned ? turn(a) : a, right = b_turned ? turn(b) : b;
+    Exact c(left.rows(), right.columns());
+    for (std::int64_t i = 0; i < c.rows(); ++i) {
+        for (std::int64_t p = 0; p < left.columns(); ++p) {
+            for (std::int64_t j = 0; j < c.columns(); ++j) c(i, j) += alpha * left(i, p) * right(p, j);
         }
     }
     return c;
@@ -107,15 +112,17 @@ TEST(bias_backward) {
 }
 
 TEST(linear_bits_do_not_depend_on_threads) {
-    check_any_thread_count([](CpuBackend& cpu) {
-        Data x = Data::random(1111, 77, 1), w = Data::random(905, 77, 2), bias = Data::dense(1, 905, 3), y(1111, 905), dx(1111, 77),
-             dw(905, 77), db(1, 905);
-        cpu.linear_forward(y.tensor(), x.tensor(), w.tensor(), bias.tensor(), 1.0f, 0.0f);
-        cpu.linear_backward_input(dx.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f);
-        cpu.linear_backward_weight(dw.tensor(), y.tensor(), x.tensor(), 1.0f);
-        cpu.bias_backward(db.tensor(), y.tensor());
-        return std::vector<Data>{y, dx, dw, db};
-    });
+    for (const std::int64_t k : {77, 700}) {
+        check_any_thread_count([k](CpuBackend& cpu) {
+            Data x = Data::random(1111, k, 1), w = Data::random(905, k, 2), bias = Data::dense(1, 905, 3), y(1111, 905), dx(1111, k),
+                 dw(905, k), db(1, 905);
+            cpu.linear_forward(y.tensor(), x.tensor(), w.tensor(), bias.tensor(), 1.0f, 0.0f);
+            cpu.linear_backward_input(dx.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f);
+            cpu.linear_backward_weight(dw.tensor(), y.tensor(), x.tensor(), 1.0f);
+            cpu.bias_backward(db.tensor(), y.tensor());
+            return std::vector<Data>{y, dx, dw, db};
+        });
+    }
 }
 
 TEST(packed_product_has_the_same_bits_for_a_row_alone_and_among_others) {

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "backend/cpu/checks.h"
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/gemm.h"
@@ -5,7 +7,9 @@
 namespace surogate {
 
 void CpuBackend::product(const Tensor& c, const Operand& a, const Operand& b, std::int64_t k, float alpha, float beta) {
-    if (gemm_kernels_ != nullptr) {
+    // Copying an operand pays if it is used often enough; the adapters' thin products are better off with the BLAS.
+    constexpr std::int64_t kThin = 96;
+    if (gemm_kernels_ != nullptr && std::min({c.rows, c.columns, k}) >= kThin) {
         const std::lock_guard<std::mutex> lock(shared_mutex_);
         packed_gemm(pool_, *gemm_kernels_, shared_, c.f32(), c.stride, a, b, c.rows, c.columns, k, alpha, beta);
         return;

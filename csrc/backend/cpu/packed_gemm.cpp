@@ -22,11 +22,11 @@ const GemmKernels* find_gemm_kernels([[maybe_unused]] const char* name) {
 
 namespace {
 
-constexpr std::int64_t kBlockDepth = 576;        // a panel of a stays in the first-level cache
-constexpr std::int64_t kBlockColumns = 768;      // a block of b stays in the second-level cache
-constexpr std::int64_t kBlockPanels = 4;         // of a, packed at a time: lines of memory serve several
-constexpr std::int64_t kPackRows = 32;           // of b for one thread at a time
-constexpr std::int64_t kSharedFloats = 2 << 20;  // of b, packed at a time
+constexpr std::int64_t kBlockDepth = 576;       // a panel of a stays in the first-level cache
+constexpr std::int64_t kBlockColumns = 768;     // a block of b stays in the second-level cache
+constexpr std::int64_t kChunkFloats = 2 << 20;  // of either operand, packed at a time
+constexpr std::int64_t kPackLines = 32;         // of an operand for one thread at a time, if packing goes along its rows
+constexpr std::int64_t kPackPanels = 2;         // and if it goes across them
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -35,10 +35,72 @@ Operand at(const Operand& x, std::int64_t row, std::int64_t column) {
     return {x.data + (x.transposed ? column * x.stride + row : row * x.stride + column), x.stride, x.transposed};
 }
 
-/// [0, size) in `parts` parts of about the same number of units.
+/// Where part `part` of [0, size) begins, in `parts` parts of about the same number of units.
 std::int64_t cut(std::int64_t size, std::int64_t unit, std::int64_t parts, std::int64_t part) {
     return std::min(size, ceil_div(size, unit) * part / parts * unit);
 }
+
+/// One operand, chunk by chunk in panels. A chunk is `lines` rows of a or columns of b by some blocks of k; in memory block by block,
+/// within it panel by panel, within that k by k.
+class Packed {
+   public:
+    /// Panels of `unit` lines, blocks of `depth` values of k; a chunk has `chunk_depth` values of k at most.
+    Packed(const Operand& operand, bool is_a, std::int64_t lines, std::int64_t unit, std::int64_t depth, std::int64_t chunk_depth)
+        : operand_(operand),
+          is_a_(is_a),
+          unit_(unit),
+          depth_(depth),
+          chunk_lines_(std::clamp(kChunkFloats / chunk_depth / unit, std::int64_t{1}, ceil_div(lines, unit)) * unit),
+          floats_(static_cast<std::size_t>(chunk_lines_ * chunk_depth)) {}
+
+    std::int64_t chunk_lines() const { return chunk_lines_; }
+    std::size_t floats() const { return floats_; }
+    void set_memory(float* memory) { memory_ = memory; }
+    const float* panel(std::int64_t block, std::int64_t index) const {
+        return memory_ + block_offset(block) + index * unit_ * depth_of(block);
+    }
+    std::int64_t depth_of(std::int64_t block) const { return std::min(depth_, chunk_depth_ - block * depth_); }
+
+    /// Sets out to pack this chunk; how many shares of work that is: none if the chunk is the one that is packed already.
+    std::int64_t start(std::int64_t first_line, std::int64_t lines, std::int64_t first_k, std::int64_t chunk_depth) {
+        if (first_line == first_line_ && first_k == first_k_) return 0;
+        first_line_ = first_line;
+        first_k_ = first_k;
+        lines_ = lines;
+        chunk_depth_ = chunk_depth;
+        panels_ = ceil_div(lines, unit_);
+        // An operand is read along its rows, as they lie in memory.
+        along_k_ = operand_.transposed != is_a_;
+        shares_per_block_ = along_k_ ? ceil_div(panels_, kPackPanels) : ceil_div(depth_, kPackLines);
+        return std::max<std::int64_t>(1, ceil_div(chunk_depth, depth_)) * shares_per_block_;
+    }
+
+    void pack(const GemmKernels& kernels, std::int64_t share) const {
+        const std::int64_t block = share / shares_per_block_, part = share % shares_per_block_, deep = depth_of(block);
+        const std::int64_t panel = along_k_ ? part * kPackPanels : 0, from = along_k_ ? 0 : part * kPackLines;
+        const std::int64_t line = panel * unit_, lines = along_k_ ? std::min(kPackPanels * unit_, lines_ - line) : lines_;
+        const std::int64_t count = along_k_ ? deep : std::min(kPackLines, deep - from);
+        if (count <= 0) return;
+        float* out = memory_ + block_offset(block) + panel * unit_ * deep + from * unit_;
+        const std::int64_t k = first_k_ + block * depth_ + from;
+        if (is_a_) {
+            kernels.pack_rows(out, unit_ * deep, at(operand_, first_line_ + line, k), lines, unit_, count);
+        } else {
+            kernels.pack_columns(out, unit_ * deep, at(operand_, k, first_line_ + line), lines, count);
+        }
+    }
+
+   private:
+    std::int64_t block_offset(std::int64_t block) const { return block * depth_ * panels_ * unit_; }
+
+    Operand operand_;
+    bool is_a_;
+    std::int64_t unit_, depth_, chunk_lines_;
+    std::size_t floats_;
+    float* memory_ = nullptr;
+    std::int64_t first_line_ = -1, first_k_ = -1, lines_ = 0, chunk_depth_ = 0, panels_ = 0, shares_per_block_ = 0;
+    bool along_k_ = false;
+};
 
 }  // namespace
 
@@ -46,78 +108,57 @@ void packed_gemm(ThreadPool& pool, const GemmKernels& kernels, AlignedBuffer& sh
                  const Operand& b, std::int64_t m, std::int64_t n, std::int64_t k, float alpha, float beta) {
     if (m == 0 || n == 0) return;
     const std::int64_t width = kernels.width;
-    // Blocks of k are the same wherever in c they are used, since they decide the order of the sums.
-    const std::int64_t depth_blocks = std::max<std::int64_t>(1, ceil_div(k, kBlockDepth));
-    const std::int64_t depth = std::max<std::int64_t>(16, ceil_div(ceil_div(k, depth_blocks), 16) * 16);
     // Panels of equal height: 16 rows are better 8 and 8 than 14 and 2.
     const std::int64_t height = ceil_div(m, ceil_div(m, kernels.max_height));
-    const std::int64_t panels = ceil_div(m, height);
+    // Blocks of k decide the order of the sums, so they depend on k alone.
+    const std::int64_t depth_blocks = std::max<std::int64_t>(1, ceil_div(k, kBlockDepth));
+    const std::int64_t depth = std::max<std::int64_t>(16, ceil_div(ceil_div(k, depth_blocks), 16) * 16);
+    const std::int64_t chunk_depth = std::clamp(kChunkFloats / kBlockColumns / depth, std::int64_t{1}, depth_blocks) * depth;
 
-    const std::int64_t padded = ceil_div(n, width) * width;
-    const std::int64_t chunk_depth =
-        std::clamp(kSharedFloats / std::min(padded, kBlockColumns) / depth, std::int64_t{1}, depth_blocks) * depth;
-    const std::int64_t chunk_columns = std::clamp(kSharedFloats / chunk_depth / width, std::int64_t{1}, padded / width) * width;
-    float* packed = shared.floats(static_cast<std::size_t>(chunk_depth * chunk_columns));
+    Packed rows(a, true, m, height, depth, chunk_depth), columns(b, false, n, width, depth, chunk_depth);
+    float* memory = shared.floats(rows.floats() + columns.floats());
+    rows.set_memory(memory);
+    columns.set_memory(memory + rows.floats());
 
-    for (std::int64_t first_column = 0; first_column < n; first_column += chunk_columns) {
-        const std::int64_t columns = std::min(chunk_columns, n - first_column);
-        std::int64_t first_k = 0;
-        do {
-            const std::int64_t chunk = std::min(chunk_depth, k - first_k), blocks = std::max<std::int64_t>(1, ceil_div(chunk, depth));
-            const std::int64_t column_panels = ceil_div(columns, width);
-            // Panel p of block i lies at (i * depth) * columns-with-padding + p * width * (depth of that block).
-            const auto panel_of = [&](std::int64_t block, std::int64_t panel) {
-                const std::int64_t deep = std::min(depth, chunk - block * depth);
-                return packed + block * depth * column_panels * width + panel * width * deep;
-            };
-            // b is read along its rows, as they lie in memory: a share is some columns if it is transposed, else some rows.
-            if (b.transposed) {
-                pool.parallel_for(blocks * column_panels, [&](std::int64_t index) {
-                    const std::int64_t block = index / column_panels, panel = index % column_panels;
-                    const std::int64_t deep = std::min(depth, chunk - block * depth);
-                    kernels.pack_columns(panel_of(block, panel), 0, at(b, first_k + block * depth, first_column + panel * width),
-                                         std::min(width, columns - panel * width), deep);
+    for (std::int64_t column = 0; column < n; column += columns.chunk_lines()) {
+        for (std::int64_t row = 0; row < m; row += rows.chunk_lines()) {
+            std::int64_t first_k = 0;
+            do {
+                const std::int64_t deep = std::min(chunk_depth, k - first_k), blocks = std::max<std::int64_t>(1, ceil_div(deep, depth));
+                const std::int64_t wide = std::min(columns.chunk_lines(), n - column), high = std::min(rows.chunk_lines(), m - row);
+                const std::int64_t row_shares = rows.start(row, high, first_k, deep),
+                                   column_shares = columns.start(column, wide, first_k, deep);
+                pool.parallel_for(row_shares + column_shares, [&](std::int64_t share) {
+                    if (share < row_shares) {
+                        rows.pack(kernels, share);
+                    } else {
+                        columns.pack(kernels, share - row_shares);
+                    }
                 });
-            } else {
-                const std::int64_t shares = ceil_div(depth, kPackRows);
-                pool.parallel_for(blocks * shares, [&](std::int64_t index) {
-                    const std::int64_t block = index / shares, from = index % shares * kPackRows;
-                    const std::int64_t deep = std::min(depth, chunk - block * depth), to = std::min(from + kPackRows, deep);
-                    if (from >= to) return;
-                    kernels.pack_columns(panel_of(block, 0) + from * width, width * deep,
-                                         at(b, first_k + block * depth + from, first_column), columns, to - from);
-                });
-            }
 
-            // Parts of the output for one thread each: enough of them that all threads end together.
-            const std::int64_t wanted = 4 * pool.size();
-            std::int64_t column_parts = ceil_div(columns, kBlockColumns);
-            std::int64_t row_parts = std::clamp(ceil_div(wanted, column_parts), std::min(panels, ceil_div(panels, 24)), panels);
-            column_parts = std::clamp(ceil_div(wanted, row_parts), column_parts, std::max(column_parts, ceil_div(column_panels, 4)));
-            pool.parallel_for(row_parts * column_parts, [&](std::int64_t index, int worker) {
-                const std::int64_t i = index / column_parts, j = index % column_parts;
-                const std::int64_t row = cut(m, height, row_parts, i), end_row = cut(m, height, row_parts, i + 1);
-                const std::int64_t column = cut(columns, width, column_parts, j), end_column = cut(columns, width, column_parts, j + 1);
-                const std::int64_t high = kBlockPanels * height;
-                float* rows = pool.scratch(worker, static_cast<std::size_t>(std::min(high, end_row - row) * depth));
-                for (std::int64_t r = row; r < end_row; r += high) {
-                    const std::int64_t end = std::min(r + high, end_row);
+                // Parts of the output for one thread each: enough of them that all threads end together.
+                const std::int64_t row_panels = ceil_div(high, height), column_panels = ceil_div(wide, width), wanted = 4 * pool.size();
+                std::int64_t column_parts = ceil_div(wide, kBlockColumns);
+                const std::int64_t row_parts = std::clamp(ceil_div(wanted, column_parts), ceil_div(row_panels, 12), row_panels);
+                column_parts = std::clamp(ceil_div(wanted, row_parts), column_parts, std::max(column_parts, ceil_div(column_panels, 4)));
+                pool.parallel_for(row_parts * column_parts, [&](std::int64_t part) {
+                    const std::int64_t i = part / column_parts, j = part % column_parts;
+                    const std::int64_t from = cut(high, height, row_parts, i), to = cut(high, height, row_parts, i + 1);
+                    const std::int64_t left = cut(wide, width, column_parts, j), right = cut(wide, width, column_parts, j + 1);
                     for (std::int64_t block = 0; block < blocks; ++block) {
-                        const std::int64_t at_k = first_k + block * depth, deep = std::min(depth, k - at_k);
-                        const float factor = at_k == 0 ? beta : 1.0f;
-                        kernels.pack_rows(rows, at(a, r, at_k), end - r, height, deep);
-                        for (std::int64_t s = r; s < end; s += height) {
-                            for (std::int64_t q = column; q < end_column; q += width) {
-                                kernels.multiply(c + s * c_stride + first_column + q, c_stride, rows + (s - r) * deep,
-                                                 panel_of(block, q / width), std::min(height, end - s), std::min(width, end_column - q),
-                                                 deep, alpha, factor);
+                        const float factor = first_k + block == 0 ? beta : 1.0f;
+                        for (std::int64_t r = from; r < to; r += height) {
+                            for (std::int64_t q = left; q < right; q += width) {
+                                kernels.multiply(c + (row + r) * c_stride + column + q, c_stride, rows.panel(block, r / height), height,
+                                                 columns.panel(block, q / width), std::min(height, to - r), std::min(width, right - q),
+                                                 columns.depth_of(block), alpha, factor);
                             }
                         }
                     }
-                }
-            });
-            first_k += chunk_depth;
-        } while (first_k < k);
+                });
+                first_k += chunk_depth;
+            } while (first_k < k);
+        }
     }
 }
 

@@ -15,14 +15,13 @@ struct GemmKernels {
     std::int64_t max_height;  // rows of a panel of a, at most
     std::int64_t width;       // columns of a panel of b
 
-    /// Panels of `height` <= max_height rows of a (the last may have fewer), one after the other; within a panel k by k.
-    void (*pack_rows)(float* panels, const Operand& a, std::int64_t rows, std::int64_t height, std::int64_t k);
-    /// Panels of `width` columns of b, `panel_stride` floats apart; within a panel k by k. What is past the last column is read by
-    /// `multiply` and not used.
+    /// Panels of `height` <= max_height rows of a (the last may have fewer), `panel_stride` floats apart; within a panel k by k.
+    void (*pack_rows)(float* panels, std::int64_t panel_stride, const Operand& a, std::int64_t rows, std::int64_t height, std::int64_t k);
+    /// Panels of `width` columns of b, likewise. What is past the last column is read by `multiply` and not used.
     void (*pack_columns)(float* panels, std::int64_t panel_stride, const Operand& b, std::int64_t columns, std::int64_t k);
     /// c [rows, columns] = alpha * a b + beta * c for one panel of each.
-    void (*multiply)(float* c, std::int64_t c_stride, const float* a, const float* b, std::int64_t rows, std::int64_t columns,
-                     std::int64_t k, float alpha, float beta);
+    void (*multiply)(float* c, std::int64_t c_stride, const float* a, std::int64_t height, const float* b, std::int64_t rows,
+                     std::int64_t columns, std::int64_t k, float alpha, float beta);
 };
 
 /// Those of the set of this name (see kernels.h), or null: only "avx512" has some, elsewhere the BLAS does as well.

@@ -51,7 +51,10 @@ constexpr int kAhead = 512;  // how many floats of b are fetched ahead
         const std::int64_t count = length - p < 16 ? length - p : 16;
         const __mmask16 mask = first_lanes(count);
         __m512 r[16];
-        for (int i = 0; i < 16; ++i) r[i] = i < lines ? _mm512_maskz_loadu_ps(mask, in + i * in_stride + p) : _mm512_setzero_ps();
+        for (int i = 0; i < 16; ++i) {
+            r[i] = i < lines ? _mm512_maskz_loadu_ps(mask, in + i * in_stride + p) : _mm512_setzero_ps();
+            __builtin_prefetch(in + i * in_stride + p + 64);
+        }
         transpose(r);
         if (count == 16) {
             for (int i = 0; i < 16; ++i) _mm512_mask_storeu_ps(out + (p + i) * out_stride, store_mask, r[i]);
@@ -61,21 +64,20 @@ constexpr int kAhead = 512;  // how many floats of b are fetched ahead
     }
 }
 
-void pack_rows(float* panels, const Operand& a, std::int64_t rows, std::int64_t height, std::int64_t k) {
+void pack_rows(float* panels, std::int64_t panel_stride, const Operand& a, std::int64_t rows, std::int64_t height, std::int64_t k) {
     if (!a.transposed) {
         for (std::int64_t r = 0; r < rows; r += height) {
             const std::int64_t high = rows - r < height ? rows - r : height;
-            turn(panels + r * k, high, a.data + r * a.stride, a.stride, high, k, first_lanes(high));
+            turn(panels + r / height * panel_stride, height, a.data + r * a.stride, a.stride, high, k, first_lanes(high));
         }
         return;
     }
-    // All panels side by side, since a line of memory serves several.
     for (std::int64_t p = 0; p < k; ++p) {
         const float* line = a.data + p * a.stride;
-        for (std::int64_t r = 0; r < rows; r += height) {
-            const std::int64_t high = rows - r < height ? rows - r : height;
-            const __mmask16 mask = first_lanes(high);
-            _mm512_mask_storeu_ps(panels + r * k + p * high, mask, _mm512_maskz_loadu_ps(mask, line + r));
+        float* out = panels + p * height;
+        for (std::int64_t r = 0; r < rows; r += height, out += panel_stride) {
+            const __mmask16 mask = first_lanes(rows - r < height ? rows - r : height);
+            _mm512_mask_storeu_ps(out, mask, _mm512_maskz_loadu_ps(mask, line + r));
         }
     }
 }
@@ -100,7 +102,8 @@ void pack_columns(float* panels, std::int64_t panel_stride, const Operand& b, st
 
 /// ROWS x (16 VECTORS) elements of c.
 template <int ROWS, int VECTORS>
-void tile(float* c, std::int64_t c_stride, const float* a, const float* b, std::int64_t columns, std::int64_t k, float alpha, float beta) {
+void tile(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t columns, std::int64_t k,
+          float alpha, float beta) {
     __m512 sums[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i) {
         for (int v = 0; v < VECTORS; ++v) sums[i][v] = _mm512_setzero_ps();
@@ -119,7 +122,7 @@ void tile(float* c, std::int64_t c_stride, const float* a, const float* b, std::
             const __m512 x = _mm512_set1_ps(a[i]);
             for (int v = 0; v < VECTORS; ++v) sums[i][v] = _mm512_fmadd_ps(x, line[v], sums[i][v]);
         }
-        a += ROWS;
+        a += a_step;
         b += kWidth;
     }
     const __m512 factor = _mm512_set1_ps(alpha), old = _mm512_set1_ps(beta);
@@ -137,16 +140,16 @@ void tile(float* c, std::int64_t c_stride, const float* a, const float* b, std::
     }
 }
 
-using Tile = void (*)(float*, std::int64_t, const float*, const float*, std::int64_t, std::int64_t, float, float);
+using Tile = void (*)(float*, std::int64_t, const float*, std::int64_t, const float*, std::int64_t, std::int64_t, float, float);
 
 template <int VECTORS>
 constexpr Tile kTiles[kHeight] = {tile<1, VECTORS>,  tile<2, VECTORS>,  tile<3, VECTORS>,  tile<4, VECTORS>, tile<5, VECTORS>,
                                   tile<6, VECTORS>,  tile<7, VECTORS>,  tile<8, VECTORS>,  tile<9, VECTORS>, tile<10, VECTORS>,
                                   tile<11, VECTORS>, tile<12, VECTORS>, tile<13, VECTORS>, tile<14, VECTORS>};
 
-void multiply(float* c, std::int64_t c_stride, const float* a, const float* b, std::int64_t rows, std::int64_t columns, std::int64_t k,
-              float alpha, float beta) {
-    (columns > 16 ? kTiles<2> : kTiles<1>)[rows - 1](c, c_stride, a, b, columns, k, alpha, beta);
+void multiply(float* c, std::int64_t c_stride, const float* a, std::int64_t height, const float* b, std::int64_t rows, std::int64_t columns,
+              std::int64_t k, float alpha, float beta) {
+    (columns > 16 ? kTiles<2> : kTiles<1>)[rows - 1](c, c_stride, a, height, b, columns, k, alpha, beta);
 }
 
 }  // namespace
