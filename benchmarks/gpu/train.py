@@ -1,6 +1,6 @@
 """Training speed and memory of the CUDA back-end at Qwen3 shapes, random weights, packed rows of 2048 tokens, bf16.
 
-    python benchmarks/gpu/train.py SIZE,lora|full,recompute,ROWS[,state dtype] ...
+    python benchmarks/gpu/train.py SIZE,lora|full,recompute,ROWS[,state dtype[,gradient dtype]] ...
 
 SIZE is 0.6B, 1.7B or 8B, ROWS how many rows of 2048 tokens make a step. Prints a line of JSON for each case: tokens per second over
 sustained steps (forward, backward, clipping, AdamW), TFLOP/s that the model needs, and the memory that the device lost to us.
@@ -36,7 +36,7 @@ def needed_flops(shape: dict[str, int], lora: bool) -> float:
     return 2 * weights + attention + (2 if lora else 4) * weights + 2.5 * attention
 
 
-def make(size: str, lora: bool, recompute: bool, rows: int, state: str) -> Learner:
+def make(size: str, lora: bool, recompute: bool, rows: int, state: str, gradient: str) -> Learner:
     spec = _core.ModelSpec(
         **SHAPES[size],
         head_dim=128,
@@ -50,6 +50,7 @@ def make(size: str, lora: bool, recompute: bool, rows: int, state: str) -> Learn
         device="cuda",
         recipe="bfloat16",
         optimizer_state_dtype=state,  # type: ignore[arg-type]
+        gradient_dtype=gradient,  # type: ignore[arg-type]
         master_weights=False,
         head_gradient_in_forward=lora,
         border_adapters=lora,
@@ -64,9 +65,9 @@ def make(size: str, lora: bool, recompute: bool, rows: int, state: str) -> Learn
     return learner
 
 
-def run(size: str, mode: str, recompute: bool, rows: int, state: str) -> None:
+def run(size: str, mode: str, recompute: bool, rows: int, state: str = "bfloat16", gradient: str = "float32") -> None:
     before = _core.available_memory("cuda")
-    learner = make(size, mode == "lora", recompute, rows, state)
+    learner = make(size, mode == "lora", recompute, rows, state, gradient)
     tokens = np.random.default_rng(1).integers(0, VOCAB, rows * COLUMNS).astype(np.int32)
     targets = np.roll(tokens, -1)
     targets[COLUMNS - 1 :: COLUMNS] = -100
@@ -90,7 +91,7 @@ def run(size: str, mode: str, recompute: bool, rows: int, state: str) -> None:
     rate = rows * COLUMNS / seconds
     used = before - _core.available_memory("cuda")
     line = {
-        "model": size, "mode": mode, "recompute": recompute, "rows": rows, "state": state, "tok_s": round(rate),
+        "model": size, "mode": mode, "recompute": recompute, "rows": rows, "state": state, "gradient": gradient, "tok_s": round(rate),
         "tflops_needed": round(rate * needed_flops(SHAPES[size], mode == "lora") / 1e12), "mem_gb": round(used / 1e9, 1),
         "loss": round(loss, 3),
     }  # fmt: skip
@@ -102,7 +103,7 @@ def main() -> None:
     for case in sys.argv[1:]:
         size, mode, recompute, rows, *rest = case.split(",")
         try:
-            run(size, mode, recompute == "1", int(rows), rest[0] if rest else "bfloat16")
+            run(size, mode, recompute == "1", int(rows), *rest)
         except (MemoryError, RuntimeError, ValueError) as error:
             print(case, "FAILED", str(error)[:600], flush=True)
 

@@ -221,7 +221,9 @@ def test_bare_import_is_refused() -> None:
 
     root = Path(__file__).parents[2]
     for name in ("rewards", "rewards.registry"):
-        result = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=root, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); import {name}"], cwd=root, capture_output=True, text=True
+        )
         assert result.returncode == 1
         assert result.stderr.strip().splitlines()[-1] == (
             "ImportError: this package is imported as surogate_rl.rewards, not as rewards: write 'import surogate_rl.rewards'"
