@@ -46,7 +46,7 @@ format: install
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: install
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python benchmarks/run.py
 
 gpu-test gpu-bench:
 	@echo "$@: the CUDA back-end is not there yet; device: cuda is refused by the config" && exit 2

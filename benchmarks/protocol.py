@@ -21,14 +21,15 @@ from typing import Any
 
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
+WORKER = RESULTS.parent / "worker.py"
 KEPT = 0.9
 MOST_PAIRS = 40
 
 
 @dataclass
 class Worker:
-    """A subject in a process of its own: `python -m benchmarks.worker BENCH SIDE`; one line of JSON for each "go"."""
+    """A subject in a process of its own: `worker.py BENCH SIDE`; one line of JSON for each "go"."""
 
     bench: str
     side: str
@@ -37,7 +38,7 @@ class Worker:
     ready: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        command = [self.python, "-m", "benchmarks.worker", self.bench, self.side, *self.arguments]
+        command = [self.python, str(WORKER), self.bench, self.side, *self.arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.ready = self._read()
 

@@ -1,6 +1,6 @@
 """Times ours beside peers with SmolLM2-135M shapes in float32 on this CPU, and keeps the figures.
 
-    python -m benchmarks.run [--model DIR] [--pairs 7] [--vllm-python PATH] [sft_full sft_lora generation generation_vllm]
+    python benchmarks/run.py [--model DIR] [--pairs 7] [--vllm-python PATH] [sft_full sft_lora generation generation_vllm]
 
 The model is any Hugging Face directory or GGUF file; without --model random weights of SmolLM2-135M's shape serve (speed does not depend on
 their values). generation_vllm needs the python of an environment with vLLM for the CPU, since it pins packages of its own.
@@ -14,8 +14,8 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from benchmarks.protocol import Worker, compare, machine, record
-from benchmarks.worker import COLUMNS, GROUP, NEW_TOKENS, PROMPTS, ROWS
+from protocol import Worker, compare, machine, record
+from worker import COLUMNS, GROUP, NEW_TOKENS, PROMPTS, ROWS
 
 BENCHES = ("sft_full", "sft_lora", "generation", "generation_vllm")
 PEERS = {"sft_full": "transformers", "sft_lora": "transformers + PEFT", "generation": "transformers", "generation_vllm": "vLLM (CPU)"}
@@ -102,7 +102,7 @@ def run(bench: str, model: str, pairs: int, vllm_python: str | None) -> None:
         "peer_name": PEERS[bench],
         "machine": machine(),
         "date": date.today().isoformat(),
-        "command": f"python -m benchmarks.run {bench} --pairs {pairs}",
+        "command": f"python benchmarks/run.py {bench} --pairs {pairs}",
         "gemm_floor_s": round(floor, 3),
         "share_of_floor": round(floor / result["ours_s"], 3),
         **{key: result[key] for key in ("ratio_range", "good_pairs", "gemm_gflops", "ours_peak_gb", "peer_peak_gb", "pairs")},

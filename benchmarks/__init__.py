@@ -1,1 +1,0 @@
-"""Speed beside a peer in one run. ``python -m benchmarks.run --help``."""
