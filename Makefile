@@ -48,8 +48,14 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/run.py
 
-gpu-test gpu-bench:
-	@echo "$@: the CUDA back-end is not there yet; device: cuda is refused by the config" && exit 2
+# on a machine with a GPU; benchmarks/gpu/build_and_test.sh says what they need
+gpu-test:
+	benchmarks/gpu/build_and_test.sh build tests sanitize
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/gpu -m gpu
+
+gpu-bench:
+	benchmarks/gpu/build_and_test.sh build bench
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu/train.py 0.6B,lora,0,8 0.6B,full,0,16 1.7B,lora,0,8 8B,lora,0,4
 
 clean:
 	rm -rf build $(VENV)
