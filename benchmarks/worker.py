@@ -198,4 +198,5 @@ if __name__ == "__main__":
     if sys.argv[2] == "peer" and sys.argv[1] == "generation_vllm":
         # vLLM starts its engine in a process of its own, which must find this module as main
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default it takes nearly all memory
     main(*sys.argv[1:4])
