@@ -11,8 +11,9 @@ struct Sizes {
     std::int64_t t, n, k;
 };
 // One row, odd sizes, thin and thick products, and sizes beyond one piece of the output or one block of the sum, in each direction.
-const Sizes kSizes[] = {{1, 1, 1},      {1, 17, 5},   {7, 33, 19},     {16, 16, 16},    {64, 48, 32},     {3, 801, 9},    {1030, 5, 11},
-                        {530, 770, 13}, {96, 97, 98}, {131, 200, 577}, {99, 600, 1300}, {100, 3700, 590}, {97, 101, 9001}};
+const Sizes kSizes[] = {{1, 1, 1},       {1, 17, 5},      {7, 33, 19},      {16, 16, 16},   {64, 48, 32},   {3, 801, 9},
+                        {1030, 5, 11},   {300, 16, 200},  {200, 300, 16},   {16, 300, 200}, {530, 770, 13}, {96, 97, 98},
+                        {131, 200, 577}, {99, 600, 1300}, {100, 3700, 590}, {97, 101, 9001}};
 
 Exact turn(const Exact& x) {
     Exact y(x.columns(), x.rows());
@@ -126,21 +127,46 @@ TEST(linear_bits_do_not_depend_on_threads) {
 }
 
 TEST(packed_product_has_the_same_bits_for_a_row_alone_and_among_others) {
-    const GemmKernels* kernels = find_gemm_kernels(kernel_set().name);
-    if (kernels == nullptr) return;  // the BLAS promises no such thing
+    const GemmKernels& kernels = *find_gemm_kernels(kernel_set().name);
     Data x = Data::random(45, 700, 1), w = Data::random(75, 700, 2), all(45, 75), alone(1, 75), part(1, 20);
     ThreadPool pool(2);
     AlignedBuffer memory;
     const Tensor rows = x.tensor(), weights = w.tensor();
-    packed_gemm(pool, *kernels, memory, all.tensor().f32(), all.tensor().stride, {rows.f32(), rows.stride},
+    packed_gemm(pool, kernels, memory, all.tensor().f32(), all.tensor().stride, {rows.f32(), rows.stride},
                 {weights.f32(), weights.stride, true}, 45, 75, 700, 1.0f, 0.0f);
     for (std::int64_t t = 0; t < 45; ++t) {
-        packed_gemm(pool, *kernels, memory, alone.tensor().f32(), alone.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
+        packed_gemm(pool, kernels, memory, alone.tensor().f32(), alone.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
                     {weights.f32(), weights.stride, true}, 1, 75, 700, 1.0f, 0.0f);
         for (std::int64_t j = 0; j < 75; ++j) CHECK_EQ(alone(0, j), all(t, j));
-        packed_gemm(pool, *kernels, memory, part.tensor().f32(), part.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
+        packed_gemm(pool, kernels, memory, part.tensor().f32(), part.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
                     {weights.f32() + 50 * weights.stride, weights.stride, true}, 1, 20, 700, 1.0f, 0.0f);
         for (std::int64_t j = 0; j < 20; ++j) CHECK_EQ(part(0, j), all(t, 50 + j));
+    }
+}
+
+TEST(packed_and_thin_products_of_any_shape) {
+    // With every set of kernels, also where a back-end would rather call the BLAS.
+    const GemmKernels& kernels = *find_gemm_kernels(kernel_set().name);
+    ThreadPool pool(2);
+    AlignedBuffer memory;
+    for (const auto& [m, n, k] :
+         {Sizes{1, 1, 0}, {1, 1, 1}, {3, 70, 65}, {70, 3, 65}, {16, 100, 300}, {200, 16, 300}, {45, 75, 700}, {31, 33, 17}}) {
+        for (const bool a_turned : {false, true}) {
+            for (const bool b_turned : {false, true}) {
+                Data a = a_turned ? Data::random(k, m, 1) : Data::random(m, k, 1),
+                     b = b_turned ? Data::random(n, k, 2) : Data::random(k, n, 2);
+                const Operand left{a.tensor().f32(), a.tensor().stride, a_turned}, right{b.tensor().f32(), b.tensor().stride, b_turned};
+                const Exact expected = product(Exact(a), a_turned, Exact(b), b_turned, 0.5);
+                for (const auto multiply : {packed_gemm, thin_gemm}) {
+                    for (const float beta : {0.0f, 1.0f}) {
+                        Data c = Data::random(m, n, 3);
+                        const Data before = c;
+                        multiply(pool, kernels, memory, c.tensor().f32(), c.tensor().stride, left, right, m, n, k, 0.5f, beta);
+                        check_close("c", c, beta == 0.0f ? expected : plus(expected, before));
+                    }
+                }
+            }
+        }
     }
 }
 

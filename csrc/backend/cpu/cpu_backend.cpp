@@ -41,7 +41,10 @@ void over_spans(ThreadPool& pool, std::int64_t rows, std::int64_t columns, bool 
 CpuBackend::CpuBackend(const CpuOptions& options) : CpuBackend(options, best_kernels()) {}
 
 CpuBackend::CpuBackend(const CpuOptions& options, const Kernels& kernels)
-    : pool_(options.threads), kernels_(kernels), gemm_kernels_(find_gemm_kernels(kernels.name)) {
+    : pool_(options.threads),
+      kernels_(kernels),
+      gemm_kernels_(*find_gemm_kernels(kernels.name)),
+      attention_kernels_(*find_attention_kernels(kernels.name)) {
     use_one_blas_thread();
 }
 

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "backend/backend.h"
+#include "backend/cpu/attention_kernels.h"
 #include "backend/cpu/kernels.h"
 #include "backend/cpu/packed_gemm.h"
 #include "core/memory.h"
@@ -89,7 +90,8 @@ class CpuBackend final : public Backend {
 
     ThreadPool pool_;
     const Kernels& kernels_;
-    const GemmKernels* gemm_kernels_;  // null: the BLAS
+    const GemmKernels& gemm_kernels_;
+    const AttentionKernels& attention_kernels_;
     // Memory that all threads of one operation share; kept, because taking it afresh each time costs page faults.
     std::mutex shared_mutex_;
     AlignedBuffer shared_;

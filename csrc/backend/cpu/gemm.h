@@ -14,6 +14,11 @@ struct Operand {
     bool transposed = false;
 };
 
+/// The operand from row `row` and column `column` on.
+inline Operand operand_at(const Operand& x, std::int64_t row, std::int64_t column) {
+    return {x.data + (x.transposed ? column * x.stride + row : row * x.stride + column), x.stride, x.transposed};
+}
+
 /// c [m,n] = alpha * a [m,k] b [k,n] + beta * c on the calling thread; with beta 0 what was in c is not read.
 void gemm(float* c, std::int64_t c_stride, const Operand& a, const Operand& b, std::int64_t m, std::int64_t n, std::int64_t k, float alpha,
           float beta);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 
 #include "backend/cpu/checks.h"
 #include "backend/cpu/cpu_backend.h"
@@ -7,20 +8,21 @@
 namespace surogate {
 
 void CpuBackend::product(const Tensor& c, const Operand& a, const Operand& b, std::int64_t k, float alpha, float beta) {
-    // Copying an operand pays if it is used often enough; the adapters' thin products are better off with the BLAS.
+    // Copying an operand pays if it is used often enough. An output that is thin uses the other operand too few times, and so do sums over
+    // few values, which are best left to the BLAS.
     constexpr std::int64_t kThin = 96;
-    if (gemm_kernels_ != nullptr && std::min({c.rows, c.columns, k}) >= kThin) {
-        const std::lock_guard<std::mutex> lock(shared_mutex_);
-        packed_gemm(pool_, *gemm_kernels_, shared_, c.f32(), c.stride, a, b, c.rows, c.columns, k, alpha, beta);
-        return;
+    if (gemm_kernels_.beats_blas && k >= kThin) {
+        const bool thick = std::min(c.rows, c.columns) >= kThin;
+        if (thick || c.columns <= c.rows || !b.transposed) {
+            const std::lock_guard<std::mutex> lock(shared_mutex_);
+            (thick ? packed_gemm : thin_gemm)(pool_, gemm_kernels_, shared_, c.f32(), c.stride, a, b, c.rows, c.columns, k, alpha, beta);
+            return;
+        }
     }
-    const auto at = [](const Operand& x, std::int64_t row, std::int64_t column) {
-        return Operand{x.data + (x.transposed ? column * x.stride + row : row * x.stride + column), x.stride, x.transposed};
-    };
     const Pieces pieces(c.rows, c.columns);
     pool_.parallel_for(pieces.count(), [&](std::int64_t index) {
         const Piece p = pieces[index];
-        gemm(row(c, p.row) + p.column, c.stride, at(a, p.row, 0), at(b, 0, p.column), p.rows, p.columns, k, alpha, beta);
+        gemm(row(c, p.row) + p.column, c.stride, operand_at(a, p.row, 0), operand_at(b, 0, p.column), p.rows, p.columns, k, alpha, beta);
     });
 }
 
@@ -57,8 +59,16 @@ void CpuBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, cons
 void CpuBackend::bias_backward(const Tensor& db, const Tensor& dy) {
     check_vector("bias_backward", "db", db, dy.columns);
     check("bias_backward", "dy", dy, dy.rows, dy.columns);
-    pool_.parallel_ranges(dy.columns, 256, [&](std::int64_t begin, std::int64_t end) {
-        for (std::int64_t t = 0; t < dy.rows; ++t) kernels_.add(db.f32() + begin, row(dy, t) + begin, end - begin);
+    // Sums of blocks of rows are added up, not row after row: rounding errors then grow with the block's size and not with T.
+    constexpr std::int64_t kRows = 32, kColumns = 256;
+    pool_.parallel_ranges(dy.columns, kColumns, [&](std::int64_t begin, std::int64_t end) {
+        std::array<float, kColumns> sums;
+        for (std::int64_t first = 0; first < dy.rows; first += kRows) {
+            sums.fill(0.0f);
+            for (std::int64_t t = first; t < std::min(first + kRows, dy.rows); ++t)
+                kernels_.add(sums.data(), row(dy, t) + begin, end - begin);
+            kernels_.add(db.f32() + begin, sums.data(), end - begin);
+        }
     });
 }
 

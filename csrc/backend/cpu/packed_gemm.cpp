@@ -1,39 +1,18 @@
 #include "backend/cpu/packed_gemm.h"
 
 #include <algorithm>
-#include <cstring>
-
-#include "backend/cpu/kernels.h"
 
 namespace surogate {
 
-#ifdef SUROGATE_X86_KERNELS
-namespace avx512 {
-extern const GemmKernels gemm_kernels;
-}
-#endif
-
-const GemmKernels* find_gemm_kernels([[maybe_unused]] const char* name) {
-#ifdef SUROGATE_X86_KERNELS
-    if (std::strcmp(name, "avx512") == 0 && find_kernels(name) != nullptr) return &avx512::gemm_kernels;
-#endif
-    return nullptr;
-}
-
 namespace {
 
-constexpr std::int64_t kBlockDepth = 576;       // a panel of a stays in the first-level cache
+constexpr std::int64_t kBlockDepth = 640;       // a panel of a stays in the first-level cache
 constexpr std::int64_t kBlockColumns = 768;     // a block of b stays in the second-level cache
 constexpr std::int64_t kChunkFloats = 2 << 20;  // of either operand, packed at a time
 constexpr std::int64_t kPackLines = 32;         // of an operand for one thread at a time, if packing goes along its rows
 constexpr std::int64_t kPackPanels = 2;         // and if it goes across them
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-/// The operand from row `row` and column `column` on.
-Operand at(const Operand& x, std::int64_t row, std::int64_t column) {
-    return {x.data + (x.transposed ? column * x.stride + row : row * x.stride + column), x.stride, x.transposed};
-}
 
 /// Where part `part` of [0, size) begins, in `parts` parts of about the same number of units.
 std::int64_t cut(std::int64_t size, std::int64_t unit, std::int64_t parts, std::int64_t part) {
@@ -84,9 +63,9 @@ class Packed {
         float* out = memory_ + block_offset(block) + panel * unit_ * deep + from * unit_;
         const std::int64_t k = first_k_ + block * depth_ + from;
         if (is_a_) {
-            kernels.pack_rows(out, unit_ * deep, at(operand_, first_line_ + line, k), lines, unit_, count);
+            kernels.pack_rows(out, unit_ * deep, operand_at(operand_, first_line_ + line, k), lines, unit_, count);
         } else {
-            kernels.pack_columns(out, unit_ * deep, at(operand_, k, first_line_ + line), lines, count);
+            kernels.pack_columns(out, unit_ * deep, operand_at(operand_, k, first_line_ + line), lines, count);
         }
     }
 
@@ -150,8 +129,8 @@ void packed_gemm(ThreadPool& pool, const GemmKernels& kernels, AlignedBuffer& sh
                         for (std::int64_t r = from; r < to; r += height) {
                             for (std::int64_t q = left; q < right; q += width) {
                                 kernels.multiply(c + (row + r) * c_stride + column + q, c_stride, rows.panel(block, r / height), height,
-                                                 columns.panel(block, q / width), std::min(height, to - r), std::min(width, right - q),
-                                                 columns.depth_of(block), alpha, factor);
+                                                 columns.panel(block, q / width), width, std::min(height, to - r),
+                                                 std::min(width, right - q), columns.depth_of(block), alpha, factor);
                             }
                         }
                     }

@@ -14,21 +14,34 @@ namespace surogate {
 struct GemmKernels {
     std::int64_t max_height;  // rows of a panel of a, at most
     std::int64_t width;       // columns of a panel of b
+    bool beats_blas;          // for large products
 
     /// Panels of `height` <= max_height rows of a (the last may have fewer), `panel_stride` floats apart; within a panel k by k.
     void (*pack_rows)(float* panels, std::int64_t panel_stride, const Operand& a, std::int64_t rows, std::int64_t height, std::int64_t k);
     /// Panels of `width` columns of b, likewise. What is past the last column is read by `multiply` and not used.
     void (*pack_columns)(float* panels, std::int64_t panel_stride, const Operand& b, std::int64_t columns, std::int64_t k);
-    /// c [rows, columns] = alpha * a b + beta * c for one panel of each.
-    void (*multiply)(float* c, std::int64_t c_stride, const float* a, std::int64_t height, const float* b, std::int64_t rows,
-                     std::int64_t columns, std::int64_t k, float alpha, float beta);
+    /// c [rows, columns] = alpha * a b + beta * c, rows <= max_height, columns <= width: the values of a for one k lie side by side, those
+    /// for the next k `a_step` floats further on (in a panel: its height); likewise of b, of which whole vectors are read.
+    void (*multiply)(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t b_step,
+                     std::int64_t rows, std::int64_t columns, std::int64_t k, float alpha, float beta);
+    /// The same for an a that lies row by row, any number of rows: slower, but nothing needs to be packed.
+    void (*multiply_lines)(float* c, std::int64_t c_stride, const float* a, std::int64_t a_stride, const float* b, std::int64_t b_step,
+                           std::int64_t rows, std::int64_t columns, std::int64_t k, float alpha, float beta);
+    /// out[p * out_stride + i] = in[i * in_stride + p] for i in [0, lines), p in [0, length)
+    void (*transpose)(float* out, std::int64_t out_stride, const float* in, std::int64_t in_stride, std::int64_t lines,
+                      std::int64_t length);
 };
 
-/// Those of the set of this name (see kernels.h), or null: only "avx512" has some, elsewhere the BLAS does as well.
+/// Those of the set of this name (see kernels.h), or null where the processor or the build lacks it.
 const GemmKernels* find_gemm_kernels(const char* name);
 
 /// c [m,n] = alpha * a [m,k] b [k,n] + beta * c over the pool's threads; with beta 0 what was in c is not read. `shared` is working memory.
 void packed_gemm(ThreadPool& pool, const GemmKernels& kernels, AlignedBuffer& shared, float* c, std::int64_t c_stride, const Operand& a,
                  const Operand& b, std::int64_t m, std::int64_t n, std::int64_t k, float alpha, float beta);
+
+/// The same where m or n is small, as in the products of adapters: only the thin operand is packed, since the other one is used too few
+/// times.
+void thin_gemm(ThreadPool& pool, const GemmKernels& kernels, AlignedBuffer& shared, float* c, std::int64_t c_stride, const Operand& a,
+               const Operand& b, std::int64_t m, std::int64_t n, std::int64_t k, float alpha, float beta);
 
 }  // namespace surogate
