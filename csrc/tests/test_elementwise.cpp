@@ -107,7 +107,8 @@ TEST(allocate_copy_fill_upload_download) {
     CHECK_THROWS(backend().allocate(std::size_t{1} << 60), "bytes of host memory");
 
     // Small rows, long rows, and one long dense span: each is cut in its own way.
-    for (const auto& [rows, columns] : {std::pair<std::int64_t, std::int64_t>{7, 5}, {3, 150000}, {0, 4}, {30000, 3}}) {
+    for (const auto& [rows, columns] :
+         {std::pair<std::int64_t, std::int64_t>{7, 5}, {3, 150000}, {0, 4}, {30000, 3}, {1, 4200001}, {5, 900001}}) {
         for (const std::int64_t pad : {0, 3}) {
             Data in = Data::random(rows, columns, 1, 1.0, 0.0, pad), out(rows, columns, pad);
             backend().copy(out.tensor(), in.tensor());

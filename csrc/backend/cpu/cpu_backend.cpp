@@ -11,7 +11,8 @@ namespace surogate {
 
 namespace {
 
-constexpr std::int64_t kSpanBytes = 1 << 18;  // what one thread takes of a copy at a time
+constexpr std::int64_t kSpanBytes = 1 << 18;    // what one thread takes of a copy at a time
+constexpr std::int64_t kCacheFloats = 1 << 22;  // more than this is not worth keeping in the caches
 
 void check_any(const char* op, const char* name, const Tensor& t) { check(op, name, t, t.rows, t.columns, t.dtype); }
 
@@ -77,8 +78,14 @@ void CpuBackend::copy(const Tensor& out, const Tensor& in) {
 
 void CpuBackend::fill(const Tensor& out, float value) {
     check("fill", "out", out, out.rows, out.columns);
+    const bool large = out.size() >= kCacheFloats;
     over_spans(pool_, out.rows, out.columns, out.contiguous(), [&](std::int64_t r, std::int64_t begin, std::int64_t count) {
-        std::fill_n(out.f32() + r * out.stride + begin, count, value);
+        float* at = row(out, r) + begin;
+        if (large) {
+            kernels_.fill_uncached(at, value, count);
+        } else {
+            std::fill_n(at, count, value);
+        }
     });
 }
 

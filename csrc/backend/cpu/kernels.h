@@ -22,12 +22,9 @@ struct Kernels {
 
     void (*add)(float* y, const float* x, std::int64_t n);                  // y += x
     void (*scale)(float* y, const float* x, float factor, std::int64_t n);  // y = factor * x; may be in place
-    float (*dot)(const float* x, const float* y, std::int64_t n);
-    float (*max)(const float* x, std::int64_t n);                                 // n > 0; NaN if any is
-    float (*exp_shifted)(float* y, const float* x, float shift, std::int64_t n);  // y = exp(x - shift), returns the sum; may be in place
-    /// ds = p * (dp - delta), in place of dp
-    void (*softmax_backward)(float* dp, const float* p, float delta, std::int64_t n);
-
+    /// Past the caches, which it neither reads nor fills: for memory that will not be used soon.
+    void (*fill_uncached)(float* y, float value, std::int64_t n);
+    float (*max)(const float* x, std::int64_t n);  // n > 0; NaN if any is
     /// Sum of e = exp(scale * x - shift), and of e * (scale * x - shift) in `weighted` unless that is null.
     double (*exp_sum)(double* weighted, const float* x, float scale, float shift, std::int64_t n);
     /// x = -factor * p * (dlogp + dentropy * (log p + entropy)), log p = scale * x - lse

@@ -81,10 +81,6 @@ void scale(float* y, const float* x, float factor, std::int64_t n) {
     each(n, [&](std::int64_t i, auto part) { part.store(y + i, part.load(x + i) * factor); });
 }
 
-float dot(const float* x, const float* y, std::int64_t n) {
-    return sum_over(n, [&](std::int64_t i, auto part) { return part.load(x + i) * part.load(y + i); });
-}
-
 float max(const float* x, std::int64_t n) {
     Vec best[4] = {broadcast(x[0]), broadcast(x[0]), broadcast(x[0]), broadcast(x[0])};
     // A comparison with NaN is false, so NaN on the left is kept and NaN on the right is taken.
@@ -103,18 +99,6 @@ float max(const float* x, std::int64_t n) {
     for (int k = 1; k < kLanes; ++k) result = result >= all[k] || result != result ? result : all[k];
     for (; i < n; ++i) result = result >= x[i] || result != result ? result : x[i];
     return result;
-}
-
-float exp_shifted(float* y, const float* x, float shift, std::int64_t n) {
-    return sum_over(n, [&](std::int64_t i, auto part) {
-        const Vec e = exp(part.load(x + i) - shift);
-        part.store(y + i, e);
-        return part.only(e);
-    });
-}
-
-void softmax_backward(float* dp, const float* p, float delta, std::int64_t n) {
-    each(n, [&](std::int64_t i, auto part) { part.store(dp + i, part.load(p + i) * (part.load(dp + i) - delta)); });
 }
 
 double exp_sum(double* weighted, const float* x, float scale, float shift, std::int64_t n) {
@@ -154,11 +138,22 @@ void logprob_backward(float* x, float scale, float lse, float entropy, float dlo
     });
 }
 
+void fill_uncached(float* y, float value, std::int64_t n) {
+    std::int64_t i = 0;
+#if SUROGATE_LANES == 16
+    for (; i < n && reinterpret_cast<std::uintptr_t>(y + i) % 64 != 0; ++i) y[i] = value;
+    for (; i + 16 <= n; i += 16) _mm512_stream_ps(y + i, broadcast(value));
+    _mm_sfence();
+#endif
+    for (; i < n; ++i) y[i] = value;
+}
+
 double sum_of_squares(const float* x, std::int64_t n) {
     // In double precision: a gradient's norm spans many magnitudes, and the loop waits for memory anyway.
     double lanes[16] = {};
     std::int64_t i = 0;
     for (; i + 16 <= n; i += 16) {
+        __builtin_prefetch(x + i + 1024);  // beyond the page that the hardware fetches ahead in
         for (int k = 0; k < 16; ++k) lanes[k] += static_cast<double>(x[i + k]) * static_cast<double>(x[i + k]);
     }
     for (int k = 0; i < n; ++i, ++k) lanes[k] += static_cast<double>(x[i]) * static_cast<double>(x[i]);
@@ -182,7 +177,7 @@ void adamw(float* w, float* m, float* v, const float* g, float gradient_scale, f
 }  // namespace
 
 extern const Kernels kernels;
-const Kernels kernels = {SUROGATE_NAME, rmsnorm,     rmsnorm_backward, rotate,  swiglu,           swiglu_backward, add,  scale, dot,
-                         max,           exp_shifted, softmax_backward, exp_sum, logprob_backward, sum_of_squares,  adamw};
+const Kernels kernels = {SUROGATE_NAME, rmsnorm, rmsnorm_backward, rotate,         swiglu, swiglu_backward, add, scale, fill_uncached,
+                         max,           exp_sum, logprob_backward, sum_of_squares, adamw};
 
 }  // namespace surogate::SUROGATE_ISA

@@ -116,7 +116,7 @@ void packed_gemm(ThreadPool& pool, const GemmKernels& kernels, AlignedBuffer& sh
                 });
 
                 // Parts of the output for one thread each: enough of them that all threads end together.
-                const std::int64_t row_panels = ceil_div(high, height), column_panels = ceil_div(wide, width), wanted = 4 * pool.size();
+                const std::int64_t row_panels = ceil_div(high, height), column_panels = ceil_div(wide, width), wanted = 8 * pool.size();
                 std::int64_t column_parts = ceil_div(wide, kBlockColumns);
                 const std::int64_t row_parts = std::clamp(ceil_div(wanted, column_parts), ceil_div(row_panels, 12), row_panels);
                 column_parts = std::clamp(ceil_div(wanted, row_parts), column_parts, std::max(column_parts, ceil_div(column_panels, 4)));
