@@ -98,25 +98,60 @@ class Task:
 
 
 @dataclass(frozen=True)
+class EpisodeLimits:
+    """How far an episode may go; fixed before it starts.
+
+    Attributes:
+        max_completion_length: sampled tokens of one turn, at the most. A turn that ends so does not end the episode.
+        sequence_len: tokens of a segment, at the most: what the model's context and a micro-batch hold.
+        max_turns: turns of the policy; None: no limit.
+        max_tokens: sampled tokens of the whole episode; None: no limit.
+    """
+
+    max_completion_length: int
+    sequence_len: int
+    max_turns: int | None = None
+    max_tokens: int | None = None
+
+
+Cut = Literal["turns", "tokens", "length", "straggler"]
+"""Which limit ended an episode: turns, sampled tokens, the length of a turn or of the context, or the end of the step."""
+
+
+@dataclass(frozen=True)
 class Observation:
-    """What an environment answers: messages to append before the policy acts again."""
+    """What an environment answers: messages to append before the policy acts again.
+
+    Attributes:
+        done: the episode is over.
+        truncated: it is over because of a limit (of length, or the environment's own on turns), neither won nor lost.
+        reward: of the policy's last turn; None: nothing to say.
+    """
 
     messages: list[Message] = field(default_factory=list)
     done: bool = False
     reward: float | None = None
+    truncated: bool = False
 
 
 @dataclass
 class Segment:
     """One trained sequence of an episode: token ids with what the policy sampled marked.
 
-    `tokens`, `sampled`, `logps` and `versions` are of equal length; logps are 0 and versions -1 where the policy did not sample.
+    All lists are of equal length. Where the policy did not sample, `logps` are 0, `versions` and `turns` -1 (a segment without turn
+    numbers has none at all).
+
+    Attributes:
+        turns: for each sampled token the turn of the policy that it belongs to, counted from 0 over the whole episode.
+        advantages: by token; None: the episode's scalar.
     """
 
     tokens: list[int]
     sampled: list[bool]
     logps: list[float]
     versions: list[int]
+    turns: list[int] = field(default_factory=list)
+    advantages: list[float] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -133,7 +168,14 @@ class Episode:
         segments: what is trained; one unless the chat template rewrote history.
         messages: the whole conversation, the policy's turns included.
         completion: text of what the policy said (of all turns, in order).
-        truncated: ended by a limit on length, not by the policy or the environment.
+        truncated: ended by a limit, not by the policy or the environment.
+        turns: turns that the policy has taken.
+        turn_rewards: what the environment gave for each of them; 0 where it said nothing.
+        environment_reward: their sum and the environment's final reward, or None if it never said anything.
+        cut: which limit ended it; None: it ended by itself.
+        depth_cap: the cap on depth that was in force for it; None: none was.
+        went_on: whether it had been drawn to go on past the cap; None: there was no cap.
+        info: counts that the environment keeps (``tool_calls``...), by name.
         rewards: by function, None where a function does not apply.
         reward: the weighted sum, or None: unscored.
     """
@@ -146,11 +188,22 @@ class Episode:
     completion: str = ""
     finish_reason: FinishReason = "stop"
     truncated: bool = False
+    turns: int = 0
+    turn_rewards: list[float] = field(default_factory=list)
     environment_reward: float | None = None
+    cut: Cut | None = None
+    depth_cap: int | None = None
+    went_on: bool | None = None
+    info: dict[str, float] = field(default_factory=dict)
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantage: float = 0.0
     error: str | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Over all turns."""
+        return sum(segment.sampled.count(True) for segment in self.segments)
 
 
 class Environment(Protocol):

@@ -27,7 +27,8 @@ class PackedBatch:
             segment never has one. Log-probabilities exist exactly where there is a target.
         mask: bool [T], where the loss applies; true only where there is a target.
         per_token: float32 [T] arrays by name, aligned with `targets` (``behaviour_logp``, ``proximal_logp``, ``reference_logp``...).
-        per_sequence: float32 [S] arrays by name (``advantage``, ``weight``...).
+        per_sequence: float32 [S] arrays by name (``advantage``, ``weight``...). ``share``: which part of its completion a sequence
+            is, by trained tokens, where completions may have several; their shares add up to 1, and they count as one sequence.
         pair: int32 [S] or None. Preference data: segments with equal numbers form a pair, the chosen one first.
         ids: int64 [S], a number of each sequence that is unique within the optimiser step.
     """
@@ -183,13 +184,15 @@ class Totals:
     def of(batches: Iterable[PackedBatch], *, mask_truncated: bool = False) -> Totals:
         """Counts one rank's share of the step; `+` adds the ranks'.
 
-        A sequence takes part if it has a trained token, a pair if either of its sequences has one.
+        A sequence takes part if it has a trained token, a pair if either of its sequences has one. Sequences that are parts of one
+        completion (``per_sequence["share"]``) count as one together; all of them must be among `batches`.
 
         Args:
             mask_truncated: leave the tokens of truncated sequences out (``per_sequence["truncated"]``). Such a sequence
                 still counts as one, as in TRL: a step with many of them learns less, it does not learn louder.
         """
         total = Totals(0, 0)
+        shares = 0.0
         for batch in batches:
             trained = batch.trained_per_sequence()
             tokens = trained
@@ -202,5 +205,9 @@ class Totals:
                 rows = batch.pairs()
                 pairs = int((trained[rows].sum(axis=1) > 0).sum())
                 chosen = int(trained[rows[:, 0]].sum())
-            total = total + Totals(int(tokens.sum()), int((trained > 0).sum()), pairs, chosen)
-        return total
+            sequences = int((trained > 0).sum())
+            if "share" in batch.per_sequence:
+                shares += float(batch.per_sequence["share"][trained > 0].sum(dtype=np.float64))
+                sequences = 0
+            total = total + Totals(int(tokens.sum()), sequences, pairs, chosen)
+        return total + Totals(0, round(shares))

@@ -53,6 +53,7 @@ from surogate_rl.objectives.segments import Trained, exp_ratio, field_of, k3, se
 POLICY_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "reinforce_plus_plus")
 CLIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_plus_plus")
 DUAL_CLIP_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus")
+SEQUENCE_RATIO_LOSSES = ("gspo", "rloo")
 CISPO_EPSILON_HIGH = 5.0
 
 Divisor = Literal["sequence_mean", "token_mean", "constant"]
@@ -73,11 +74,13 @@ _Pending = dict[str, tuple[torch.Tensor, float]]
 class PolicyGradient:
     """One of the losses above, as an objective over a packed batch.
 
-    Reads ``per_sequence["advantage"]``; ``per_token["proximal_logp"]`` (absent: the current log-probabilities, detached,
-    which is exact for the first update after sampling); ``per_token["behaviour_logp"]`` (when present, sampler and learner
-    are compared; needed for a mismatch correction); ``per_token["reference_logp"]`` when ``beta`` > 0;
+    Reads ``per_sequence["advantage"]``, or ``per_token["advantage"]`` when present (losses of tokens alone: gspo and rloo have one
+    ratio and thus one advantage per sequence, and refuse it); ``per_token["proximal_logp"]`` (absent: the current
+    log-probabilities, detached, which is exact for the first update after sampling); ``per_token["behaviour_logp"]`` (when
+    present, sampler and learner are compared; needed for a mismatch correction); ``per_token["reference_logp"]`` when ``beta`` > 0;
     ``per_sequence["truncated"]`` with ``mask_truncated``; ``per_sequence["weight"]`` when present, which multiplies all of a
-    sequence's loss and no divisor.
+    sequence's loss and no divisor; ``per_sequence["share"]`` when present: where a completion has several sequences, "own length"
+    is the completion's, and the ratios of gspo and rloo are those of each of its sequences.
 
     Attributes:
         epsilon_high: the upper clip width, or for cispo the cap of the weight; resolved, never None.
@@ -132,7 +135,7 @@ class PolicyGradient:
         proximal = current.detach()
         if "proximal_logp" in batch.per_token:
             proximal = trained.per_token(field_of(batch, "per_token", "proximal_logp", self.loss_type))
-        advantage = torch.as_tensor(field_of(batch, "per_sequence", "advantage", self.loss_type), device=device).double()
+        advantage = self._advantage(batch, trained, device)
         weight = sequence_weight(batch, device)
         metrics: _Pending = {}
 
@@ -144,7 +147,7 @@ class PolicyGradient:
                 metrics["kl"] = (reward_kl[trained.lengths > 0].sum(), trained.count)
             share = torch.zeros_like(current)
         else:
-            share = self._share(trained, totals) * trained.spread(weight)
+            share = self._share(batch, trained, totals) * trained.spread(weight)
             policy = (self._token_policy(trained, current, proximal, advantage, metrics) * correction * share).sum()
         total = policy
         if self.beta > 0 and not self.kl_in_reward:
@@ -177,11 +180,28 @@ class PolicyGradient:
         metrics.update(measured)
         return correction
 
-    def _share(self, trained: Trained, totals: Totals) -> torch.Tensor:
+    def _advantage(self, batch: PackedBatch, trained: Trained, device: torch.device) -> torch.Tensor:
+        """float64 [M], by trained token; for the losses that have one ratio per sequence [S]."""
+        by_sequence = self.loss_type in SEQUENCE_RATIO_LOSSES
+        if "advantage" in batch.per_token:
+            if by_sequence:
+                raise ValueError(
+                    f'loss_type {self.loss_type}: per_token["advantage"] cannot be used, its ratio is the whole sequence\'s; use one of '
+                    f"{', '.join(loss for loss in POLICY_LOSSES if loss not in SEQUENCE_RATIO_LOSSES)}"
+                )
+            return trained.per_token(field_of(batch, "per_token", "advantage", self.loss_type))
+        advantage = torch.as_tensor(field_of(batch, "per_sequence", "advantage", self.loss_type), device=device).double()
+        return advantage if by_sequence else trained.spread(advantage)
+
+    def _share(self, batch: PackedBatch, trained: Trained, totals: Totals) -> torch.Tensor:
         """float64 [M]: what each token's loss is multiplied by."""
         divisor = _DIVISORS[self.loss_type]
         if divisor == "sequence_mean":
-            return 1.0 / (trained.spread(trained.lengths) * max(totals.sequences, 1))
+            own = 1.0 / (trained.spread(trained.lengths) * max(totals.sequences, 1))
+            if "share" not in batch.per_sequence:
+                return own
+            part = field_of(batch, "per_sequence", "share", self.loss_type)
+            return own * trained.spread(torch.as_tensor(part, device=trained.rows.device).double())
         count = totals.tokens if divisor == "token_mean" else totals.sequences * (self.max_completion_length or 1)
         return torch.full((trained.count,), 1.0 / max(count, 1), dtype=torch.float64, device=trained.rows.device)
 
@@ -195,16 +215,15 @@ class PolicyGradient:
             self._clip_metrics(ratio[trained.lengths > 0], advantage[trained.lengths > 0], metrics)
             return trained.spread(loss)
         ratio = exp_ratio(current - proximal)
-        spread = trained.spread(advantage)
         if self.loss_type == "cispo":
-            metrics["cispo_clip_ratio"] = (((ratio > self.epsilon_high) & (spread > 0)).sum(), trained.count)
-            return -ratio.clamp(max=self.epsilon_high).detach() * spread * current
+            metrics["cispo_clip_ratio"] = (((ratio > self.epsilon_high) & (advantage > 0)).sum(), trained.count)
+            return -ratio.clamp(max=self.epsilon_high).detach() * advantage * current
         if self.loss_type == "sapo":
-            positive, negative = (torch.full_like(spread, value) for value in (self.sapo_temperature_pos, self.sapo_temperature_neg))
-            temperature = torch.where(spread > 0, positive, negative)
-            return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * spread
-        self._clip_metrics(ratio, spread, metrics)
-        return self._clipped(ratio, spread)
+            positive, negative = (torch.full_like(advantage, value) for value in (self.sapo_temperature_pos, self.sapo_temperature_neg))
+            temperature = torch.where(advantage > 0, positive, negative)
+            return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+        self._clip_metrics(ratio, advantage, metrics)
+        return self._clipped(ratio, advantage)
 
     def _sequence_policy(
         self,
@@ -240,4 +259,6 @@ class PolicyGradient:
         adds up to the loss."""
         if totals.tokens > 0 and _DIVISORS.get(self.loss_type) == "token_mean":
             return trained.count / totals.tokens
-        return float((batch.trained_per_sequence() > 0).sum()) / max(totals.sequences, 1)
+        present = batch.trained_per_sequence() > 0
+        count = float(batch.per_sequence["share"][present].sum(dtype=np.float64)) if "share" in batch.per_sequence else float(present.sum())
+        return count / max(totals.sequences, 1)

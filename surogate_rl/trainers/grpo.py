@@ -97,10 +97,10 @@ class Grpo:
             "tokens_per_second": tokens / seconds,
         }
 
-    def _prepare(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], PackSequence]) -> dict[str, float]:
+    def _prepare(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> dict[str, float]:
         """Adds to the sequences all that the objective wants beside the present log-probabilities: the proximal and the reference's, and
         advantages. Returns the reward metrics."""
-        trained = list(sequences.values())
+        trained = [sequence for unit in sequences.values() for sequence in unit]
         if self._updates_per_step > 1:
             self._score(self._session.learner, trained, "proximal_logp", "live")
         if self._reference is not None:
@@ -114,27 +114,28 @@ class Grpo:
         for place, group in enumerate(groups):
             for sample, episode in enumerate(group.episodes):
                 episode.advantage = float(result.values[place][sample])
-                if (place, sample) in sequences:
-                    sequences[place, sample].per_sequence["advantage"] = episode.advantage
+                for sequence in sequences.get((place, sample), []):
+                    sequence.per_sequence["advantage"] = episode.advantage
+        token_advantages(groups, sequences)
         return mean_metrics([result.metrics])
 
-    def _kl_of(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], PackSequence]) -> list[list[float]]:
+    def _kl_of(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> list[list[float]]:
         """KL to the reference of every completion, in nats; 0 for an unscored one."""
-        by_id = {s.id: s for s in sequences.values()}
+        by_id = {s.id: s for unit in sequences.values() for s in unit}
         for batch in pack([[s] for s in by_id.values()], micro_batch_tokens(self._config)):
             assert batch.ids is not None
             for number, kl in zip(batch.ids, reference_kl(batch), strict=True):
                 by_id[int(number)].per_sequence["reward_kl"] = float(kl)
         return [
             [
-                sequences[place, sample].per_sequence["reward_kl"] if (place, sample) in sequences else 0.0
+                sum(sequence.per_sequence["reward_kl"] for sequence in sequences.get((place, sample), []))
                 for sample in range(len(group.episodes))
             ]
             for place, group in enumerate(groups)
         ]
 
-    def _learn(self, step: int, sequences: Sequence[PackSequence]) -> dict[str, float]:
-        """All passes over one step's rollouts."""
+    def _learn(self, step: int, sequences: Sequence[list[PackSequence]]) -> dict[str, float]:
+        """All passes over one step's rollouts, a list of sequences for each completion."""
         session, config = self._session, self._config
         lr = self._schedule(session.learner.update_count)
         if not sequences:
@@ -152,13 +153,14 @@ class Grpo:
             self._reference.after_step(step)
         return {"learning_rate": lr} | ({"grad_norm": float(np.mean(norms))} if norms else {})
 
-    def _minibatches(self, step: int, iteration: int, sequences: Sequence[PackSequence]) -> list[list[PackSequence]]:
-        """Mixed anew for every pass; within a minibatch sequences keep their order, by prompt and sample."""
+    def _minibatches(self, step: int, iteration: int, sequences: Sequence[list[PackSequence]]) -> list[list[PackSequence]]:
+        """Mixed anew for every pass; within a minibatch sequences keep their order, by prompt and sample. All of a completion's are in
+        the same one."""
         parts = self._config.loss.num_minibatches
         if parts == 1:
-            return [list(sequences)]
+            return [[sequence for unit in sequences for sequence in unit]]
         order = seeded(self._config.seed, step, iteration).permutation(len(sequences))
-        return [[sequences[i] for i in sorted(part)] for part in np.array_split(order, parts) if len(part)]
+        return [[sequence for i in sorted(part) for sequence in sequences[i]] for part in np.array_split(order, parts) if len(part)]
 
     def _score(self, learner: Learner, sequences: Sequence[PackSequence], name: str, adapter: AdapterUse) -> None:
         """Adds a learner's log-probabilities to each sequence as `per_token[name]`, aligned with its tokens."""
@@ -193,24 +195,55 @@ class Grpo:
         self._rewards.close()
 
 
-def trained_sequences(groups: Sequence[Group]) -> dict[tuple[int, int], PackSequence]:
-    """Scored completions by (place of the prompt, sample), in that order. An unscored one has left its group: it trains nothing and
-    counts nowhere."""
-    places = [
-        (place, sample) for place, group in enumerate(groups) for sample, episode in enumerate(group.episodes) if episode.reward is not None
+def trained_sequences(groups: Sequence[Group]) -> dict[tuple[int, int], list[PackSequence]]:
+    """The sequences of scored completions by (place of the prompt, sample), in that order. An unscored one has left its group: it trains
+    nothing and counts nowhere.
+
+    Where a completion has several segments, every sequence says which share of its completion's sampled tokens it holds, so that a
+    completion counts once however many segments it has.
+    """
+    scored = {
+        (place, sample): episode
+        for place, group in enumerate(groups)
+        for sample, episode in enumerate(group.episodes)
+        if episode.reward is not None
+    }
+    result: dict[tuple[int, int], list[PackSequence]] = {}
+    number = 0
+    for key, episode in scored.items():
+        result[key] = sequences_of(episode, number)
+        number += len(result[key])
+    if number > len(result):
+        for key, unit in result.items():
+            sampled = max(scored[key].sampled_tokens, 1)
+            for sequence, segment in zip(unit, scored[key].segments, strict=True):
+                sequence.per_sequence["share"] = segment.sampled.count(True) / sampled if len(unit) > 1 else 1.0
+    return result
+
+
+def sequences_of(episode: Episode, first: int) -> list[PackSequence]:
+    """One sequence for each segment, numbered from `first`."""
+    return [
+        PackSequence(
+            tokens=segment.tokens,
+            mask=segment.sampled,
+            per_token={"behaviour_logp": np.asarray(segment.logps, dtype=np.float32)},
+            per_sequence={"truncated": float(episode.truncated)},
+            id=first + place,
+        )
+        for place, segment in enumerate(episode.segments)
     ]
-    return {key: sequence(groups[key[0]].episodes[key[1]], number) for number, key in enumerate(places)}
 
 
-def sequence(episode: Episode, number: int) -> PackSequence:
-    (segment,) = episode.segments
-    return PackSequence(
-        tokens=segment.tokens,
-        mask=segment.sampled,
-        per_token={"behaviour_logp": np.asarray(segment.logps, dtype=np.float32)},
-        per_sequence={"truncated": float(episode.truncated)},
-        id=number,
-    )
+def token_advantages(groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> None:
+    """Hands the advantages that segments have by token to their sequences; if there are any, all sequences get them."""
+    units = [(groups[place].episodes[sample], unit) for (place, sample), unit in sequences.items()]
+    if all(segment.advantages is None for episode, _ in units for segment in episode.segments):
+        return
+    for episode, unit in units:
+        for segment, sequence in zip(episode.segments, unit, strict=True):
+            own = [episode.advantage] * len(segment.tokens) if segment.advantages is None else segment.advantages
+            sequence.per_token["advantage"] = np.asarray(own, dtype=np.float32)
 
 
 def spread(batch: PackedBatch, logp: FloatArray, name: str, by_id: Mapping[int, PackSequence]) -> None:

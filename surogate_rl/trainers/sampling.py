@@ -9,9 +9,9 @@ from surogate_rl.data import encode_prompt
 from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.environments import environment_factory
-from surogate_rl.rollouts.episode import EpisodeRunner, Limits
+from surogate_rl.rollouts.episode import EpisodeRunner
 from surogate_rl.rollouts.manager import Group, RolloutManager
-from surogate_rl.rollouts.types import SamplingParams, Task
+from surogate_rl.rollouts.types import EpisodeLimits, SamplingParams, Task
 from surogate_rl.trainers.event_loop import EventLoop
 from surogate_rl.trainers.kv_cache import cache_tokens
 from surogate_rl.trainers.session import Session
@@ -44,7 +44,7 @@ class Rollouts:
             make_environment=environment_factory(environment),
             tokenizer=loaded.tokenizer,
             encode=lambda task: encode_prompt(task, loaded.tokenizer),
-            limits=Limits(max_completion_length, min(config.sequence_len, loaded.spec.max_positions)),
+            limits=EpisodeLimits(max_completion_length, min(config.sequence_len, loaded.spec.max_positions)),
         )
         return RolloutManager(runner, rewards, seed)
 

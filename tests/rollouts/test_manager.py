@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from surogate_rl.rollouts.environments import environment_factory
-from surogate_rl.rollouts.episode import EpisodeRunner, Limits
+from surogate_rl.rollouts.episode import EpisodeRunner
 from surogate_rl.rollouts.manager import RolloutManager
 from surogate_rl.rollouts.seeds import derive_seed
-from surogate_rl.rollouts.types import Completion, Episode, GenerateRequest, Observation, SamplingParams, Task
+from surogate_rl.rollouts.types import Completion, Episode, EpisodeLimits, GenerateRequest, Observation, SamplingParams, Task
 
 PARAMS = SamplingParams(max_tokens=1, stop_ids=(9,))
 
@@ -60,7 +60,7 @@ def manager(engine: Any, environment: Any = None) -> RolloutManager:
         make_environment=environment or environment_factory("single_turn"),
         tokenizer=Tokenizer(),  # type: ignore[arg-type]
         encode=lambda task: [1, 2, 3],
-        limits=Limits(max_completion_length=8, sequence_len=6),
+        limits=EpisodeLimits(max_completion_length=8, sequence_len=6),
     )
     return RolloutManager(runner, Scorer(), seed=0)
 
@@ -123,7 +123,7 @@ def test_an_environment_that_raises_loses_its_episode_only() -> None:
 
 def test_a_prompt_that_leaves_no_room_is_named() -> None:
     manager_ = manager(FakeEngine())
-    object.__setattr__(manager_.runner, "limits", Limits(8, 3))
+    object.__setattr__(manager_.runner, "limits", EpisodeLimits(8, 3))
     with pytest.raises(ValueError, match="task 5: its prompt of 3 tokens leaves no room for a completion within sequence_len 3"):
         asyncio.run(manager_.collect(TASKS[:1], 1, PARAMS, visit=1))
 
