@@ -30,6 +30,8 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from surogate_rl.errors import RunError
+
 logger = logging.getLogger("surogate_rl.rewards")
 
 _BOOT = (
@@ -47,7 +49,7 @@ class WorkerDied(Exception):
     """The worker ended in the middle of the work."""
 
 
-class WorkersUnavailable(RuntimeError):
+class WorkersUnavailable(RunError):
     """No worker can be had: they die or hang while they start."""
 
 

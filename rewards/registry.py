@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeVar, overload
 
+from surogate_rl.errors import InputError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MARK = "__surogate_reward__"
@@ -29,7 +31,7 @@ BUILTINS: Mapping[str, str] = {
 }
 
 
-class RewardError(ValueError):
+class RewardError(InputError):
     """A reward that is named, defined or configured wrongly. The message says which one, what is wrong and what to do."""
 
 

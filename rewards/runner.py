@@ -133,7 +133,7 @@ class RewardRunner:
         An environment's own reward counts as one more function, "environment", of weight 1.
 
         Raises:
-            ValueError: a function for batches gave the wrong number of rewards.
+            RewardError: a function for batches gave the wrong number of rewards.
             WorkersUnavailable: workers cannot be started any more.
         """
         whole = [episode for episode in episodes if episode.error is None]
@@ -226,7 +226,7 @@ class RewardRunner:
             return [result] * len(episodes)
         assert isinstance(result, worker.BatchOutcome)
         if result.problem:
-            raise ValueError(f"reward {function.name!r} {result.problem}")
+            raise RewardError(f"reward {function.name!r} {result.problem}")
         self._take_logs([result.log], [episodes])
         return result.outcomes
 

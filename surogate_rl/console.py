@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from surogate_rl.errors import InputError, RunError
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
@@ -253,18 +255,29 @@ def print_error(error: BaseException, *, debug: bool = False, stream: TextIO | N
         return
     shown = first_leaf(error)
     text = str(shown).strip() or type(shown).__name__
-    if is_input_error(shown) or isinstance(shown, MemoryError):
+    if isinstance(shown, InputError | RunError | MemoryError):
         _write(f"error: {text}", stream)
-    else:
-        _write(f"error: {type(shown).__name__}: {text}", stream)
-        if not debug:
-            _write("run again with --debug for the traceback", stream)
+        return
+    place = _place(shown)
+    _write(f"error: {type(shown).__name__}: {text}" + (f" ({place})" if place else ""), stream)
+    if not debug:
+        _write("run again with --debug for the traceback", stream)
+
+
+def _place(error: BaseException) -> str:
+    """``file.py:12, in function``: the innermost place in the user's own code, such as an objective; else the innermost of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = tuple({sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(__file__))})
+    own = [frame for frame in frames if not os.path.realpath(frame.filename).startswith(installed) and not frame.filename.startswith("<")]
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}"
 
 
 def is_input_error(error: BaseException) -> bool:
-    """Whether the user's input is to blame: exit code 2 instead of 1."""
-    shown = first_leaf(error)
-    return isinstance(shown, ValueError | FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+    """Whether what the user gave is to blame: exit code 2 instead of 1."""
+    return isinstance(first_leaf(error), InputError)
 
 
 def first_leaf(error: BaseException) -> BaseException:

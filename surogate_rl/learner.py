@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from surogate_rl import _core
 from surogate_rl.batch import PackedBatch
+from surogate_rl.errors import InputError
 
 F32 = NDArray[np.float32]
 AdapterUse = Literal["live", "initial", "off"]
@@ -42,26 +43,26 @@ class LoraSettings:
         """The targeted linears in the core's order.
 
         Raises:
-            ValueError: rank or alpha is not positive, a name is unknown or repeated, or the head of a tied model is targeted.
+            InputError: rank or alpha is not positive, a name is unknown or repeated, or the head of a tied model is targeted.
         """
         if self.rank < 1:
-            raise ValueError(f"lora_rank must be at least 1, got {self.rank}")
+            raise InputError(f"lora_rank must be at least 1, got {self.rank}")
         if not (np.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"lora_alpha must be a positive number, got {self.alpha}")
+            raise InputError(f"lora_alpha must be a positive number, got {self.alpha}")
         if self.targets == "all-linear":
             return ALL_LINEAR
         names = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
         if not names:
-            raise ValueError(f"lora_target_modules is empty; name some of {', '.join(LORA_TARGETS)}, or use all-linear")
+            raise InputError(f"lora_target_modules is empty; name some of {', '.join(LORA_TARGETS)}, or use all-linear")
         for name in names:
             if name not in LORA_TARGETS:
                 near = get_close_matches(name, (*LORA_TARGETS, "all-linear"), n=1, cutoff=0.3)
                 hint = f" (did you mean {near[0]}?)" if near else ""
-                raise ValueError(f"lora_target_modules: unknown module {name!r}{hint}; known are {', '.join(LORA_TARGETS)}, or all-linear")
+                raise InputError(f"lora_target_modules: unknown module {name!r}{hint}; known are {', '.join(LORA_TARGETS)}, or all-linear")
         if len(set(names)) != len(names):
-            raise ValueError(f"lora_target_modules names a module twice: {', '.join(names)}")
+            raise InputError(f"lora_target_modules names a module twice: {', '.join(names)}")
         if tied and "lm_head" in names:
-            raise ValueError(
+            raise InputError(
                 "lora_target_modules: lm_head cannot carry an adapter in this model, because its head is tied to the embedding "
                 "(tie_word_embeddings: true); remove lm_head from lora_target_modules"
             )

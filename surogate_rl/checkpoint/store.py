@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from surogate_rl.errors import RunError
+
 MANIFEST = "manifest.json"
 ARRAYS = "arrays.safetensors"
 STATE = "state.json"
@@ -23,7 +25,7 @@ _PREFIX = "step-"
 _ASIDE = ".partial-"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint cannot be written or is not what its manifest says."""
 
 

@@ -1,6 +1,6 @@
 """Configuration: one strict YAML per run. Nothing here imports torch."""
 
-from surogate_rl.config.errors import ConfigError, ConfigWarning, InputError, Problem
+from surogate_rl.config.errors import ConfigError, ConfigWarning, Problem
 from surogate_rl.config.load import load_config, parse_config
 from surogate_rl.config.resolve import dump_config, write_resolved
 from surogate_rl.config.schema import (
@@ -20,6 +20,7 @@ from surogate_rl.config.schema import (
     SftLossConfig,
     TrainConfig,
 )
+from surogate_rl.errors import InputError
 
 __all__ = [
     "CONFIGS",

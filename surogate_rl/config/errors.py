@@ -1,9 +1,11 @@
-"""Errors about what the user gave: a configuration, a file, a row. The command line shows them without a traceback, exit code 2."""
+"""Errors about a configuration: what is wrong, at which key, on which line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from surogate_rl.errors import InputError
 
 KeyPath = tuple[str | int, ...]
 """Where a value lies: ``("datasets", 0, "path")``."""
@@ -36,10 +38,6 @@ class Problem:
     also: tuple[KeyPath, ...] = ()
     line: int | None = None
     column: int | None = None
-
-
-class InputError(ValueError):
-    """Something the user gave is not right. The message says what, where and what to do."""
 
 
 class ConfigError(InputError):

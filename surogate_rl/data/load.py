@@ -64,7 +64,7 @@ def load_examples(
         completion_only_loss: prompt/completion rows train the completion, with its end, and nothing else.
 
     Raises:
-        FileNotFoundError: a local path that is not there.
+        MissingData: a local path that is not there.
         DataError: a malformed row (named), rows of no usable type, a data set of which nothing is left or most rows train nothing.
     """
     encoder = _Encoder(Tokens(tokenizer), _Masking(assistant_only_loss, completion_only_loss))

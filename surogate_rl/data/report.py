@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from surogate_rl.errors import InputError
+
 T = TypeVar("T")
 
 MAX_REASONS = 3
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Data that cannot be used as it is; says which data set, which row, and what to do."""
+
+
+class MissingData(DataError, FileNotFoundError):
+    """There is no such file or directory."""
 
 
 class UnusableRow(Exception):

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surogate_rl.data.report import DataError
+from surogate_rl.data.report import DataError, MissingData
 
 if TYPE_CHECKING:
     import datasets as hf
@@ -63,7 +63,7 @@ def open_source(config: DatasetConfig, seed: int) -> Source:
         seed: of generated rows, where `config` has none.
 
     Raises:
-        FileNotFoundError: a local path that is not there.
+        MissingData: a local path that is not there.
         DataError: everything else, naming file and line, data set, split or column.
     """
     source = _reasoning_gym(config, seed) if config.path.startswith(GYM_PREFIX) else _stored(config)
@@ -80,7 +80,7 @@ def _stored(config: DatasetConfig) -> Source:
     if path.is_dir():
         return _directory(path, config)
     if path.suffix.lower() in FILE_SUFFIXES or path.is_absolute() or config.path.startswith(("./", "../", "~")):
-        raise FileNotFoundError(f"datasets: no such file or directory: {config.path} (looked for {path.absolute()})")
+        raise MissingData(f"datasets: no such file or directory: {config.path} (looked for {path.absolute()})")
     return _hub(config)
 
 

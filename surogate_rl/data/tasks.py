@@ -36,7 +36,7 @@ def load_tasks(
     `Task.index` counts rows over all data sets, filtered ones too, so that it is unique.
 
     Raises:
-        FileNotFoundError: a local path that is not there.
+        MissingData: a local path that is not there.
         DataError: a malformed row (named), rows of no usable type, or a data set of which nothing is left.
     """
     tokens, template = Tokens(tokenizer), ChatTemplate(tokenizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from surogate_rl.errors import InputError
 
-class ModelError(ValueError):
+
+class ModelError(InputError):
     """A model, tokenizer or adapter cannot be used as given; the message says what, where and what to do."""

@@ -13,7 +13,12 @@ from typing import Any, cast, get_args
 import torch
 
 from surogate_rl.batch import PackedBatch, Totals
+from surogate_rl.errors import InputError
 from surogate_rl.objectives.base import Loss, TokenStats, Unit
+
+
+class ObjectiveError(InputError):
+    """A user's own objective cannot be loaded or called, or returned what is no loss; the message names it."""
 
 
 def is_user_objective(loss_type: str) -> bool:
@@ -32,14 +37,14 @@ class UserObjective:
 
     def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any] | None = None) -> None:
         """Raises:
-        ValueError: the function cannot be called so, or its attributes are wrong.
+        ObjectiveError: the function cannot be called so, or its attributes are wrong.
         """
         self.name = name
         self.args = dict(args or {})
         self._function = function
         unit = getattr(function, "unit", "step")
         if unit not in get_args(Unit):
-            raise ValueError(f"{name}: attribute unit is {unit!r}, expected one of {', '.join(get_args(Unit))}")
+            raise ObjectiveError(f"{name}: attribute unit is {unit!r}, expected one of {', '.join(get_args(Unit))}")
         self.unit: Unit = cast(Unit, unit)
         self.needs_entropy = _flag(name, function, "needs_entropy")
         self.needs_reference = _flag(name, function, "needs_reference")
@@ -47,14 +52,14 @@ class UserObjective:
 
     def __call__(self, stats: TokenStats, batch: PackedBatch, totals: Totals) -> Loss:
         """Raises:
-        ValueError: the function returned something else than a finite-or-not real scalar tensor that depends on the
+        ObjectiveError: the function returned something else than a finite-or-not real scalar tensor that depends on the
             statistics, or a `Loss` of one. What the function itself raises passes through.
         """
         result = self._function(stats, batch, totals, **self.args)
         loss = result if isinstance(result, Loss) else Loss(self._scalar(result), {})
         total = self._scalar(loss.total)
         if batch.num_trained > 0 and not total.requires_grad:
-            raise ValueError(
+            raise ObjectiveError(
                 f"{self.name}: the returned loss does not depend on stats.logp or stats.entropy as far as autograd can see; "
                 "do not detach it or convert it to a number (a loss that is truly constant: add 0 * stats.logp.sum())"
             )
@@ -68,24 +73,24 @@ class UserObjective:
 
     def _scalar(self, value: object) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{self.name}: returned {type(value).__name__}, expected a scalar torch.Tensor or a Loss")
+            raise ObjectiveError(f"{self.name}: returned {type(value).__name__}, expected a scalar torch.Tensor or a Loss")
         if value.numel() != 1:
             shape = tuple(value.shape)
-            raise ValueError(f"{self.name}: returned a tensor of shape {shape}, expected a scalar; sum it and divide by totals")
+            raise ObjectiveError(f"{self.name}: returned a tensor of shape {shape}, expected a scalar; sum it and divide by totals")
         if not value.is_floating_point():
-            raise ValueError(f"{self.name}: returned a tensor of {value.dtype}, expected a floating-point one")
+            raise ObjectiveError(f"{self.name}: returned a tensor of {value.dtype}, expected a floating-point one")
         return value.reshape(())
 
     def _metrics(self, metrics: object) -> dict[str, tuple[float, float]]:
         if not isinstance(metrics, Mapping):
-            raise ValueError(f"{self.name}: Loss.metrics is {type(metrics).__name__}, expected a mapping of name to (sum, weight)")
+            raise ObjectiveError(f"{self.name}: Loss.metrics is {type(metrics).__name__}, expected a mapping of name to (sum, weight)")
         checked: dict[str, tuple[float, float]] = {}
         for key, entry in metrics.items():
             try:
                 value, weight = entry
                 checked[str(key)] = (float(value), float(weight))
             except (TypeError, ValueError, RuntimeError) as error:
-                raise ValueError(f"{self.name}: metric {key!r} is {entry!r}, expected a pair of numbers (sum, weight)") from error
+                raise ObjectiveError(f"{self.name}: metric {key!r} is {entry!r}, expected a pair of numbers (sum, weight)") from error
         return checked
 
 
@@ -96,38 +101,38 @@ def load_user_objective(spec: str, args: Mapping[str, Any] | None = None, *, bas
         base_dir: what a relative path is relative to; default: the working directory.
 
     Raises:
-        ValueError: no such file or function, the file fails to import, or the function does not fit; names `spec`.
+        ObjectiveError: no such file or function, the file fails to import, or the function does not fit; names `spec`.
     """
     path_text, _, function_name = spec.rpartition(":")
     path = Path(path_text).expanduser()
     path = path if path.is_absolute() else Path(base_dir or ".") / path
     if not path.is_file():
-        raise ValueError(f"loss_type: {spec}: there is no file {path}")
+        raise ObjectiveError(f"loss_type: {spec}: there is no file {path}")
     if not function_name.isidentifier():
-        raise ValueError(f"loss_type: {spec}: {function_name!r} is no function name, expected path/file.py:fn")
+        raise ObjectiveError(f"loss_type: {spec}: {function_name!r} is no function name, expected path/file.py:fn")
     # A name of its own, so that two files called loss.py do not meet; registered, because dataclasses and pickle look it up.
     module_name = f"surogate_rl_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"loss_type: {spec}: {path} cannot be loaded as a Python file")
+        raise ObjectiveError(f"loss_type: {spec}: {path} cannot be loaded as a Python file")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
-        raise ValueError(f"loss_type: {spec}: importing {path} failed: {type(error).__name__}: {error}") from error
+        raise ObjectiveError(f"loss_type: {spec}: importing {path} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         found = ", ".join(sorted(name for name, value in vars(module).items() if inspect.isfunction(value))) or "none"
-        raise ValueError(f"loss_type: {spec}: {path} has no function {function_name} (functions: {found})")
+        raise ObjectiveError(f"loss_type: {spec}: {path} has no function {function_name} (functions: {found})")
     return UserObjective(spec, function, args)
 
 
 def _flag(name: str, function: Callable[..., Any], attribute: str) -> bool:
     value = getattr(function, attribute, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: attribute {attribute} is {value!r}, expected True or False")
+        raise ObjectiveError(f"{name}: attribute {attribute} is {value!r}, expected True or False")
     return value
 
 
@@ -140,7 +145,8 @@ def _check_signature(name: str, function: Callable[..., Any], args: Mapping[str,
         signature.bind(None, None, None, **args)
     except TypeError as error:
         given = ", ".join(args) or "none"
-        raise ValueError(f"{name}{signature} cannot be called as fn(stats, batch, totals, **args) with args {given}: {error}") from error
+        called = "cannot be called as fn(stats, batch, totals, **args)"
+        raise ObjectiveError(f"{name}{signature} {called} with args {given}: {error}") from error
 
 
 def _num_pairs(batch: PackedBatch) -> int:

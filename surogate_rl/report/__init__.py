@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from surogate_rl.config.errors import InputError
+from surogate_rl.errors import InputError
 from surogate_rl.report.data import read_run
 from surogate_rl.report.page import render
 

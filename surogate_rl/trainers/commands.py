@@ -9,29 +9,31 @@ from surogate_rl.config.schema import DpoConfig, GrpoConfig, SftConfig
 from surogate_rl.rewards import load_rewards
 from surogate_rl.trainers import dpo, grpo, sft
 from surogate_rl.trainers.loop import RunResult, train
+from surogate_rl.trainers.output import check_output
 from surogate_rl.trainers.session import open_session
 from surogate_rl.trainers.supervised import HeldOut
 
 
 def run_sft(config: SftConfig) -> RunResult:
-    session = open_session("sft", config, sft.micro_batch_tokens(config), lambda loaded: sft.LOGP)
-    held_out = HeldOut(session, lambda: sft.HeldOutExamples(session, config)) if config.eval is not None else None
-    return train(session, sft.Sft(session, config, held_out))
+    with open_session("sft", config, sft.micro_batch_tokens(config), lambda loaded: sft.LOGP) as session:
+        held_out = HeldOut(session, lambda: sft.HeldOutExamples(session, config)) if config.eval is not None else None
+        return train(session, sft.Sft(session, config, held_out))
 
 
 def run_dpo(config: DpoConfig) -> RunResult:
-    session = open_session("dpo", config, dpo.micro_batch_tokens(config), lambda loaded: sft.LOGP)
-    held_out = HeldOut(session, lambda: dpo.HeldOutPairs(session, config)) if config.eval is not None else None
-    return train(session, dpo.Dpo(session, config, held_out))
+    with open_session("dpo", config, dpo.micro_batch_tokens(config), lambda loaded: sft.LOGP) as session:
+        held_out = HeldOut(session, lambda: dpo.HeldOutPairs(session, config)) if config.eval is not None else None
+        return train(session, dpo.Dpo(session, config, held_out))
 
 
 def run_grpo(config: GrpoConfig, rewards: Sequence[Callable[..., Any]] = ()) -> RunResult:
     """`rewards` are Python functions beside those that the config names."""
+    check_output(config)
     runner = load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers)
     try:
-        session = open_session(
+        with open_session(
             "grpo", config, grpo.micro_batch_tokens(config), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab)
-        )
-        return train(session, grpo.Grpo(session, config, runner))
+        ) as session:
+            return train(session, grpo.Grpo(session, config, runner))
     finally:
         runner.close()

@@ -8,6 +8,7 @@ import numpy as np
 
 from surogate_rl.config.schema import EvalConfig, GrpoConfig
 from surogate_rl.data import load_tasks
+from surogate_rl.errors import InputError
 from surogate_rl.rewards import RewardRunner, load_rewards
 from surogate_rl.rollouts.manager import Group, RolloutManager
 from surogate_rl.rollouts.types import Task
@@ -29,7 +30,7 @@ class RewardEvaluation:
         self._owned = load_rewards(config.rewards, workers=2) if config.rewards else None
         runner = self._owned or rewards
         if runner is None:
-            raise ValueError("eval.rewards: there is nothing to score completions with; name at least one reward")
+            raise InputError("eval.rewards: there is nothing to score completions with; name at least one reward")
         self._rewards = runner
         loaded = load_tasks(
             config.datasets,

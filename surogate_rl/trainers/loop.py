@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surogate_rl.checkpoint import CheckpointStore
+from surogate_rl.errors import InputError
 from surogate_rl.models import save_adapter, save_model
 from surogate_rl.report import write_report
 from surogate_rl.tracking import Tracker
-from surogate_rl.trainers.session import FINAL, Session
+from surogate_rl.trainers.output import FINAL, drop_later_rollouts
+from surogate_rl.trainers.session import Session
 
 _LEARNER = "learner/"
 _ALGORITHM = "algorithm/"
@@ -78,6 +80,7 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
     algorithm.start()
     done = _resume(session, algorithm)
     total = algorithm.total_steps
+    drop_later_rollouts(session.output_dir, done)
     tracker = Tracker(session.output_dir, config.report_to, config.run_name, config, resume_step=done)
     history: list[dict[str, float]] = []
     evaluation: dict[str, float] = {}
@@ -174,15 +177,17 @@ def _resume(session: Session, algorithm: Algorithm) -> int:
     """Loads the checkpoint that `resume` names and returns the steps done; 0 without one."""
     where = session.config.resume
     if where == "never":
-        _require_fresh(session)
         return 0
     path = session.store.newest() if where == "auto" else Path(where)
     if path is None:
         return 0
     checkpoint = CheckpointStore.load(path)
     if checkpoint.state["command"] != session.command:
-        raise ValueError(f"resume: {path} is a checkpoint of '{checkpoint.state['command']}', this command is '{session.command}'")
-    session.learner.load_state({name.removeprefix(_LEARNER): a for name, a in checkpoint.arrays.items() if name.startswith(_LEARNER)})
+        raise InputError(f"resume: {path} is a checkpoint of '{checkpoint.state['command']}', this command is '{session.command}'")
+    try:
+        session.learner.load_state({name.removeprefix(_LEARNER): a for name, a in checkpoint.arrays.items() if name.startswith(_LEARNER)})
+    except ValueError as error:
+        raise InputError(f"resume: {path} is of another model or other LoRA settings ({error})") from error
     session.updater.skipped = checkpoint.state["skipped"]
     session.updater.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
     algorithm.restore(
@@ -191,16 +196,6 @@ def _resume(session: Session, algorithm: Algorithm) -> int:
     )
     session.progress.note(f"resumed from {path}, {checkpoint.step} of {algorithm.total_steps} steps done")
     return checkpoint.step
-
-
-def _require_fresh(session: Session) -> None:
-    """A run that starts over must not mix with what an earlier one left."""
-    newest = session.store.newest()
-    if newest is not None:
-        raise ValueError(
-            f"output_dir: {session.output_dir} holds checkpoints of an earlier run (newest: {newest.name}); "
-            "set resume: auto to go on from it, or choose another output_dir"
-        )
 
 
 def save_final(session: Session) -> Path:

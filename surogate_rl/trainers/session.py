@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,8 @@ from surogate_rl.config.schema import SftConfig, TrainConfig
 from surogate_rl.console import Progress
 from surogate_rl.learner import Compute, Learner, LoraSettings
 from surogate_rl.models import LoadedModel, load_adapter, load_model
+from surogate_rl.trainers.output import CHECKPOINTS, CONFIG_FILE, check_output, claimed
 from surogate_rl.trainers.update import LogpSettings, Updater
-
-CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
-FINAL = "final"
 
 
 @dataclass
@@ -100,8 +98,11 @@ def make_learner(config: TrainConfig, loaded: LoadedModel, max_tokens: int) -> L
     return Learner(loaded.spec, **smallest)
 
 
-def open_session(command: str, config: TrainConfig, max_tokens: int, logp: Callable[[LoadedModel], LogpSettings]) -> Session:
-    """Loads the model into a learner for micro-batches of `max_tokens` tokens; writes nothing before that has succeeded."""
+@contextmanager
+def open_session(command: str, config: TrainConfig, max_tokens: int, logp: Callable[[LoadedModel], LogpSettings]) -> Iterator[Session]:
+    """Loads the model into a learner for micro-batches of `max_tokens` tokens; writes nothing before that has succeeded. The output
+    folder is this session's alone until it ends."""
+    check_output(config)
     loaded = load_model(config.model, tokenizer=config.tokenizer, chat_template=config.chat_template, init=config.init, seed=config.seed)
     learner = make_learner(config, loaded, max_tokens)
     learner.load_weights(loaded.weights())
@@ -110,15 +111,16 @@ def open_session(command: str, config: TrainConfig, max_tokens: int, logp: Calla
     if config.lora:
         learner.snapshot_adapter()  # the reference of KL terms, whatever a checkpoint loads into the live adapter later
     output_dir = Path(config.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_resolved(config, output_dir / CONFIG_FILE)
-    return Session(
-        command=command,
-        config=config,
-        output_dir=output_dir,
-        loaded=loaded,
-        learner=learner,
-        updater=Updater(learner, config, logp(loaded)),
-        store=CheckpointStore(output_dir / CHECKPOINTS, config.save_total_limit),
-        progress=Progress(stream=sys.stderr),
-    )
+    with claimed(output_dir):
+        check_output(config)  # what another run may have left in the meantime
+        write_resolved(config, output_dir / CONFIG_FILE)
+        yield Session(
+            command=command,
+            config=config,
+            output_dir=output_dir,
+            loaded=loaded,
+            learner=learner,
+            updater=Updater(learner, config, logp(loaded)),
+            store=CheckpointStore(output_dir / CHECKPOINTS, config.save_total_limit),
+            progress=Progress(stream=sys.stderr),
+        )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from surogate_rl.config.schema import SftConfig
 from surogate_rl.data import Example, load_examples
 from surogate_rl.data.packing import PackSequence, first_fit, pack
+from surogate_rl.errors import InputError
 from surogate_rl.objectives import make_objective
 from surogate_rl.trainers.batches import StepOrder
 from surogate_rl.trainers.loop import Clock
@@ -98,7 +99,7 @@ def sequence(example: Example, number: int) -> PackSequence:
 
 def require_same_rows(saved: int, present: int) -> None:
     if saved != present:
-        raise ValueError(
+        raise InputError(
             f"resume: the checkpoint was taken over {saved} rows of training data, there are {present} now; "
             "restore the data and the settings that shape it, or start anew in another output_dir"
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from surogate_rl.batch import PackedBatch
 from surogate_rl.config.schema import TrainConfig
+from surogate_rl.errors import RunError
 from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.sampling import Rollouts
 from surogate_rl.trainers.session import Session
@@ -55,10 +56,10 @@ def nll_of(session: Session, batches: Sequence[PackedBatch], logp: LogpSettings)
 
 
 def check_first_gradient(step: int, result: UpdateResult, config: TrainConfig) -> None:
-    """Raises RuntimeError if the very first gradient is exactly zero: nothing would ever be learned."""
+    """Raises RunError if the very first gradient is exactly zero: nothing would ever be learned."""
     if step == 1 and result.applied and result.grad_norm == 0.0:
         what = "the adapter" if config.lora else "the model"
-        raise RuntimeError(
+        raise RunError(
             f"the first step gave {what} a gradient of exactly zero, so it would never learn; "
             "look at the data (are all pairs identical, is every label masked?) and at lora_target_modules"
         )

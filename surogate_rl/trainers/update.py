@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from surogate_rl.batch import PackedBatch, Totals
 from surogate_rl.config.schema import TrainConfig
+from surogate_rl.errors import RunError
 from surogate_rl.learner import Learner
 from surogate_rl.objectives import LinearObjective, Objective, mean_metrics, seeds, step_seeds, totals_of
 
 
-class TooManySkippedSteps(RuntimeError):
+class TooManySkippedSteps(RunError):
     """So many updates in a row had a gradient that is not finite that the run cannot be saved by skipping."""
 
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 import surogate_rl
 from surogate_rl.cli import app
 from surogate_rl.config import load_config
+from surogate_rl.errors import InputError, RunError
 
 ROOT = Path(__file__).parents[2]
 SFT = "model: m\noutput_dir: out\ndatasets: [rows.jsonl]\n"
@@ -138,11 +139,10 @@ def test_keys_without_effect_are_a_warning(cli: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (ValueError("rows.jsonl: no column 'prompt'"), 2, "error: rows.jsonl: no column 'prompt'\n"),
-        (FileNotFoundError("rows.jsonl: no such file"), 2, "error: rows.jsonl: no such file\n"),
+        (InputError("rows.jsonl: no column 'prompt'"), 2, "error: rows.jsonl: no column 'prompt'\n"),
+        (RunError("the disk is full"), 1, "error: the disk is full\n"),
         (MemoryError("it does not fit"), 1, "error: it does not fit\n"),
-        (RuntimeError("boom"), 1, "error: RuntimeError: boom\nrun again with --debug for the traceback\n"),
-        (ExceptionGroup("two", [ValueError("inner"), KeyError("x")]), 2, "error: inner\n"),
+        (ExceptionGroup("two", [InputError("inner"), KeyError("x")]), 2, "error: inner\n"),
     ],
 )
 def test_errors_of_a_run(cli: Callable[..., Result], error: Exception, code: int, text: str) -> None:
@@ -156,6 +156,22 @@ def test_errors_of_a_run(cli: Callable[..., Result], error: Exception, code: int
     debug = cli("sft", "config.yaml", "--debug", act=act)
     assert debug.exit_code == code
     assert "Traceback (most recent call last)" in debug.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), FileNotFoundError("gone"), KeyError("advantage")])
+def test_a_fault_is_not_called_bad_input(cli: Callable[..., Result], error: Exception) -> None:
+    """Whatever its type: it says of which type and where, and that there is a traceback to be had."""
+    Path("config.yaml").write_text(SFT)
+
+    def act(config: Any) -> Any:
+        raise error
+
+    result = cli("sft", "config.yaml", act=act)
+    assert result.exit_code == 1
+    line = act.__code__.co_firstlineno + 1
+    assert result.stderr == (
+        f"error: {type(error).__name__}: {error} ({__file__}:{line}, in act)\nrun again with --debug for the traceback\n"
+    )
 
 
 def test_report_of_no_run(cli: Callable[..., Result]) -> None:

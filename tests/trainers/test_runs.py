@@ -116,15 +116,6 @@ def test_interrupt_saves_and_says_so(base: Make, tmp_path: Path) -> None:
     assert str(int(checkpoint.name.removeprefix("step-"))) in out
 
 
-def test_a_second_run_does_not_overwrite_the_first(base: Make) -> None:
-    config = base("sft", save_steps=2)
-    surogate_rl.sft(config)
-    with pytest.raises(
-        ValueError, match=r"holds checkpoints of an earlier run .* set resume: auto to go on from it, or choose another output_dir"
-    ):
-        surogate_rl.sft(config)
-
-
 def test_a_checkpoint_of_another_command_is_refused(base: Make, tmp_path: Path) -> None:
     surogate_rl.sft(base("sft", save_steps=4, output_dir=str(tmp_path / "sft")))
     checkpoint = str(tmp_path / "sft" / "checkpoints" / "step-00000004")
