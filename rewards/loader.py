@@ -40,14 +40,11 @@ class RewardFunction:
     source: FileSource | PickledSource
 
 
-def load_functions(
-    rewards: Sequence[RewardConfig | Callable[..., Any] | str], base_dir: str | os.PathLike[str] | None, default_timeout: float = 30.0
-) -> list[RewardFunction]:
+def load_functions(rewards: Sequence[RewardConfig | Callable[..., Any] | str], default_timeout: float = 30.0) -> list[RewardFunction]:
     """Finds every function and reads its signature.
 
     Args:
-        rewards: entries of the configuration, names, or Python callables.
-        base_dir: where relative paths are looked for first; then the working directory.
+        rewards: entries of the configuration, names, or Python callables. Relative paths count from the working directory.
 
     Raises:
         RewardError: what cannot be found, loaded or called, and why.
@@ -62,7 +59,7 @@ def load_functions(
             label, weight, timeout, options, target = "", 1.0, default_timeout, {}, entry
         else:
             label, weight, timeout, options, target = entry.name, entry.weight, entry.timeout, dict(entry.args), None
-        function, source, name, options = _from_callable(target) if target is not None else _from_name(label, options, base_dir)
+        function, source, name, options = _from_callable(target) if target is not None else _from_name(label, options)
         name = _unique(name, {known.name for known in functions})
         functions.append(RewardFunction(name, weight, timeout, plan_call(name, function, options), source))
     if functions and all(function.weight == 0 for function in functions):
@@ -82,21 +79,21 @@ def _unique(name: str, taken: set[str]) -> str:
 _Found = tuple[Callable[..., Any], FileSource | PickledSource, str, dict[str, Any]]
 
 
-def _from_name(name: str, options: dict[str, Any], base_dir: str | os.PathLike[str] | None) -> _Found:
+def _from_name(name: str, options: dict[str, Any]) -> _Found:
     path, colon, attribute_name = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return _from_file(path, attribute_name, options, base_dir)
+        return _from_file(path, attribute_name, options)
     if name.endswith(".py"):
-        return _from_file(name, "", options, base_dir)
+        return _from_file(name, "", options)
     if name not in BUILTINS and (colon or "/" in name):
         raise RewardError(f"reward {name!r}: a function in a file is named path/file.py:fn")
     function = build(name, options)
     return function, PickledSource(pickle.dumps(function)), name, {}
 
 
-def _from_file(path: str, function_name: str, options: dict[str, Any], base_dir: str | os.PathLike[str] | None) -> _Found:
+def _from_file(path: str, function_name: str, options: dict[str, Any]) -> _Found:
     label = f"{path}:{function_name}" if function_name else path
-    file = _find(path, label, base_dir)
+    file = _find(path, label)
     try:
         module = module_of_file(str(file))
     except Exception as error:
@@ -125,17 +122,12 @@ def _from_file(path: str, function_name: str, options: dict[str, Any], base_dir:
     return function, FileSource(str(file), function_name), _name_of(function, function_name), options
 
 
-def _find(path: str, label: str, base_dir: str | os.PathLike[str] | None) -> Path:
-    given = Path(path).expanduser()
-    folders = [Path(base_dir).expanduser(), Path.cwd()] if base_dir is not None else [Path.cwd()]
-    tried = list(dict.fromkeys((folder / given).resolve() for folder in folders))
-    for candidate in tried:
-        if candidate.is_file():
-            return candidate
-    near = {str(sibling): sibling.name for candidate in tried if candidate.parent.is_dir() for sibling in candidate.parent.glob("*.py")}
-    raise RewardError(
-        f"reward {label!r}: there is no file {' nor '.join(map(str, tried))}{nearest(given.name, dict.fromkeys(near.values()))}"
-    )
+def _find(path: str, label: str) -> Path:
+    file = Path(path).expanduser().resolve()
+    if file.is_file():
+        return file
+    near = [sibling.name for sibling in file.parent.glob("*.py")] if file.parent.is_dir() else []
+    raise RewardError(f"reward {label!r}: there is no file {file}{nearest(file.name, near)}")
 
 
 def _name_of(function: Any, default: str) -> str:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import pickle
 import tempfile
 import threading
@@ -48,7 +47,6 @@ def load_rewards(
     rewards: Sequence[RewardConfig | Callable[..., Any] | str],
     *,
     workers: int = 2,
-    base_dir: str | os.PathLike[str] | None = None,
     start_timeout: float = 120.0,
 ) -> RewardRunner:
     """Finds the functions, starts the workers and loads the functions there.
@@ -59,14 +57,13 @@ def load_rewards(
     Args:
         rewards: entries of the configuration, names of built-in rewards, ``path/file.py:fn``, or Python callables.
         workers: processes.
-        base_dir: where relative paths are looked for first (the folder of the configuration file); then the working directory.
         start_timeout: seconds within which a worker has to be ready.
 
     Raises:
         RewardError: a reward that cannot be found, read, called or loaded.
         WorkersUnavailable: no worker could be started.
     """
-    return RewardRunner(load_functions(rewards, base_dir), workers=workers, start_timeout=start_timeout)
+    return RewardRunner(load_functions(rewards), workers=workers, start_timeout=start_timeout)
 
 
 class RewardRunner:

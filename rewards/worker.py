@@ -90,9 +90,9 @@ def _sendable(value: Any) -> Any:
 
 
 def short_traceback(error: BaseException, frames: int = 4) -> str:
-    """The error's last frames and its message; frames of this module are left out."""
+    """The error's last frames and its message; frames of this module and of the import machinery are left out."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         tb = tb.tb_next
     lines = traceback.format_exception(type(error), error, tb, limit=-frames, chain=False)
     text = "".join(lines).strip()

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from surogate_rl.config import overrides as set_
 from surogate_rl.config.errors import ConfigError, ConfigWarning, KeyPath, Problem, path_text
 from surogate_rl.config.explain import enum_values, expects, got, nearest, node_at, takes, unknown_key
+from surogate_rl.config.paths import anchor
 from surogate_rl.config.resolve import find_idle_keys, find_problems, resolve
 from surogate_rl.config.schema import CONFIGS, Command, DpoConfig, GrpoConfig, SftConfig, TrainConfig
 from surogate_rl.config.yaml_source import Source, parse, scalar
@@ -172,6 +173,8 @@ def _check(
         except set_.OverrideError as error:
             set_lines.append(str(error))
     _expand_shorthands(data, command)
+    if name is not None:
+        anchor(data, Path(name).parent, applied)
 
     config, type_problems = _validate(data, command)
     problems.extend(type_problems)

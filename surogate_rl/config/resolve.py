@@ -10,6 +10,7 @@ from typing import TypeVar
 from surogate_rl.config.devices import chosen_device, chosen_recipe, cuda_unavailable_reason, samples
 from surogate_rl.config.errors import KeyPath, Problem, path_text
 from surogate_rl.config.explain import nearest
+from surogate_rl.config.paths import WHERE
 from surogate_rl.config.schema import (
     Command,
     DatasetConfig,
@@ -157,7 +158,7 @@ def _function_problems(name: str, path: KeyPath) -> Iterator[Problem]:
 
 def _file_problems(file: str, path: KeyPath) -> Iterator[Problem]:
     if not Path(file).expanduser().is_file():
-        yield Problem(f"{path_text(path)}: no file '{file}' (paths count from the folder you start in)", path)
+        yield Problem(f"{path_text(path)}: no file '{file}'; {WHERE}", path)
 
 
 def _reward_problems(rewards: list[RewardConfig], path: KeyPath) -> Iterator[Problem]:

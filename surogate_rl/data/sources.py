@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surogate_rl.config.paths import WHERE
 from surogate_rl.data.report import DataError, MissingData
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _stored(config: DatasetConfig) -> Source:
     if path.is_dir():
         return _directory(path, config)
     if path.suffix.lower() in FILE_SUFFIXES or path.is_absolute() or config.path.startswith(("./", "../", "~")):
-        raise MissingData(f"datasets: no such file or directory: {config.path} (looked for {path.absolute()})")
+        raise MissingData(f"datasets: no such file or directory: {config.path} (looked for {path.absolute()}); {WHERE}")
     return _hub(config)
 
 

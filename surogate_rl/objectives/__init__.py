@@ -6,7 +6,6 @@ A new built-in one is a small class with ``unit``, ``needs_entropy``, ``needs_re
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from surogate_rl.objectives.advantages import Advantages, group_advantages, penalise, reference_kl, resolve_scale_rewards
@@ -66,7 +65,6 @@ def make_objective(
     command: Command,
     max_completion_length: int | None = None,
     engine_is_learner: bool = True,
-    base_dir: str | Path | None = None,
 ) -> Objective:
     """Builds the objective that a ``loss`` section asks for, checked by `validate_loss`.
 
@@ -74,7 +72,6 @@ def make_objective(
         command: whose section it is.
         max_completion_length: ``rollouts.max_completion_length``; dr_grpo divides by it.
         engine_is_learner: whether the sampler computes with the learner's own code and weights; decides ``mismatch: auto``.
-        base_dir: what the path of a user's own objective is relative to; default: the working directory.
 
     Raises:
         ValueError: the section belongs to another command, an option does not go with the loss type, or a user's file
@@ -89,7 +86,7 @@ def make_objective(
         raise ValueError(f"loss: {type(loss).__name__} is not the section of the command {command}, expected {expected[command].__name__}")
     validate_loss(loss)
     if isinstance(loss, (SftLossConfig, PreferenceLossConfig, PolicyLossConfig)) and is_user_objective(loss.loss_type):
-        return load_user_objective(loss.loss_type, loss.args, base_dir=base_dir)
+        return load_user_objective(loss.loss_type, loss.args)
     if isinstance(loss, PreferenceLossConfig):
         return Preference(loss.loss_type, loss.beta, loss.label_smoothing, loss.reference_free, loss.rpo_alpha)
     if isinstance(loss, PolicyLossConfig):

@@ -94,18 +94,14 @@ class UserObjective:
         return checked
 
 
-def load_user_objective(spec: str, args: Mapping[str, Any] | None = None, *, base_dir: str | Path | None = None) -> UserObjective:
-    """Loads ``path/file.py:fn``.
-
-    Args:
-        base_dir: what a relative path is relative to; default: the working directory.
+def load_user_objective(spec: str, args: Mapping[str, Any] | None = None) -> UserObjective:
+    """Loads ``path/file.py:fn``; a relative path counts from the working directory.
 
     Raises:
         ObjectiveError: no such file or function, the file fails to import, or the function does not fit; names `spec`.
     """
     path_text, _, function_name = spec.rpartition(":")
     path = Path(path_text).expanduser()
-    path = path if path.is_absolute() else Path(base_dir or ".") / path
     if not path.is_file():
         raise ObjectiveError(f"loss_type: {spec}: there is no file {path}")
     if not function_name.isidentifier():

@@ -13,6 +13,7 @@ from surogate_rl.config import Command, ConfigError, ConfigWarning, parse_config
 MINIMAL: dict[str, Any] = {"model": "m", "output_dir": "out", "datasets": ["rows.jsonl"]}
 BASES: dict[Command, dict[str, Any]] = {"sft": MINIMAL, "dpo": MINIMAL, "grpo": {**MINIMAL, "rewards": ["exact_match"]}}
 EVAL = {"datasets": ["held.jsonl"]}
+PATHS = "; paths count from the configuration's folder, then from the folder you start in"
 BIAS = "would bias the ratio in training; it belongs under eval"
 
 
@@ -117,8 +118,8 @@ def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
             {"rewards": [{"name": "exact_match", "weight": 0}]},
             "rewards: every weight is 0, there is nothing to learn from; give one a weight",
         ),
-        ("grpo", {"rewards": ["mine.py:fn"]}, "rewards[0].name: no file 'mine.py' (paths count from the folder you start in)"),
-        ("grpo", {"rewards": ["mine.py"]}, "rewards[0].name: no file 'mine.py' (paths count from the folder you start in)"),
+        ("grpo", {"rewards": ["mine.py:fn"]}, "rewards[0].name: no file 'mine.py'" + PATHS),
+        ("grpo", {"rewards": ["mine.py"]}, "rewards[0].name: no file 'mine.py'" + PATHS),
         ("grpo", {"rewards": ["a/b:fn"]}, "rewards[0].name: expected path/file.py:function, got 'a/b:fn'"),
         (
             "grpo",

@@ -87,7 +87,11 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lines:
             "loss: {args: {x: 1}}",
             "loss.args: grpo takes no arguments of its own; they are for an objective of yours (path/file.py:function)",
         ),
-        ("dpo", "loss: mine.py:fn", "loss.loss_type: no file 'mine.py' (paths count from the folder you start in)"),
+        (
+            "dpo",
+            "loss: mine.py:fn",
+            "loss.loss_type: no file 'mine.py'; paths count from the configuration's folder, then from the folder you start in",
+        ),
         ("dpo", "loss: mine.py", "loss.loss_type: expected path/file.py:function, got 'mine.py'"),
         (
             "grpo",

@@ -13,7 +13,7 @@ from surogate_rl.config.schema import PolicyLossConfig, SftLossConfig
 from surogate_rl.objectives import concatenate, load_user_objective, make_objective, mean_metrics, seeds, split, step_seeds, totals_of
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = "examples/custom_objective/spread_penalty.py:spread_penalty"
+EXAMPLE = f"{ROOT}/examples/custom_objective/spread_penalty.py:spread_penalty"
 
 
 def write(tmp_path: Path, body: str, attributes: str = "") -> str:
@@ -85,7 +85,7 @@ def test_wrong_returns(tools: SimpleNamespace, tmp_path: Path, body: str, messag
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*nowhere.py"):
-        load_user_objective("nowhere.py:loss", base_dir=tmp_path)
+        load_user_objective(f"{tmp_path}/nowhere.py:loss")
     spec = write(tmp_path, "return 0")
     with pytest.raises(ValueError, match=r"own.py has no function lost \(functions: loss\)"):
         load_user_objective(spec.replace(":loss", ":lost"))
@@ -97,7 +97,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         load_user_objective(spec, {"scael": 1})
     (tmp_path / "broken.py").write_text("import no_such_module_here\n")
     with pytest.raises(ValueError, match=r"importing .*broken.py failed: ModuleNotFoundError: No module named 'no_such_module_here'"):
-        load_user_objective("broken.py:loss", base_dir=tmp_path)
+        load_user_objective(f"{tmp_path}/broken.py:loss")
 
 
 def test_an_exception_of_the_users_passes_through(tools: SimpleNamespace, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_an_exception_of_the_users_passes_through(tools: SimpleNamespace, tmp_pa
 
 
 def test_the_example_does_not_separate_and_is_given_the_whole_step(tools: SimpleNamespace) -> None:
-    objective = make_objective(PolicyLossConfig(loss_type=EXAMPLE, args={"penalty": 0.5}), command="grpo", base_dir=ROOT)
+    objective = make_objective(PolicyLossConfig(loss_type=EXAMPLE, args={"penalty": 0.5}), command="grpo")
     assert objective.unit == "step"
     step = tools.make_step(1)
     whole, logp, _ = tools.pack_step(step)
@@ -131,7 +131,7 @@ def test_the_example_does_not_separate_and_is_given_the_whole_step(tools: Simple
 
 
 def test_the_example_on_nothing_is_zero(tools: SimpleNamespace) -> None:
-    objective = make_objective(PolicyLossConfig(loss_type=EXAMPLE), command="grpo", base_dir=ROOT)
+    objective = make_objective(PolicyLossConfig(loss_type=EXAMPLE), command="grpo")
     batch, logp, _ = tools.pack_step(tools.make_step())
     batch.mask[:] = False
     result = seeds(objective, logp, None, batch, totals_of(objective, [batch]))

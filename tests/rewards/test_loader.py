@@ -39,29 +39,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(*rewards: Any, base_dir: Any = None) -> list[str]:
-    return [function.name for function in load_functions(rewards, base_dir)]
+def names(*rewards: Any) -> list[str]:
+    return [function.name for function in load_functions(rewards)]
 
 
-def message(*rewards: Any, base_dir: Any = None) -> str:
+def message(*rewards: Any) -> str:
     with pytest.raises(RewardError) as error:
-        load_functions(rewards, base_dir)
+        load_functions(rewards)
     return str(error.value)
 
 
-def test_file_beside_the_config_then_in_the_working_directory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert names("mine/rewards.py:correct", base_dir=folder) == ["correct"]
+def test_files_count_from_the_working_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "mine")
     assert names("rewards.py:correct") == ["correct"]
-    assert names("rewards.py:correct", base_dir=folder) == ["correct"]
-    (folder / "rewards.py").write_text("def correct(prompts, completions): return [0.0] * len(prompts)\n")
-    (function,) = load_functions(["rewards.py:correct"], folder)
-    assert function.plan.batch
     assert names(f"{folder}/mine/rewards.py:Scale.up") == ["up"]
 
 
-def test_a_file_runs_in_workers_with_its_neighbours(folder: Path) -> None:
-    with load_rewards(["mine/rewards.py:correct", "mine/rewards.py"], base_dir=folder) as runner:
+def test_a_file_runs_in_workers_with_its_neighbours(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with load_rewards(["mine/rewards.py:correct", "mine/rewards.py"]) as runner:
         one = Episode(Task(0, None, "", {"answer": "7"}), 0, 0, completion="7")
         asyncio.run(runner.score([one]))
     assert one.rewards == {"correct": 1.25, "shown": 1.0}
@@ -91,11 +87,8 @@ def test_names_of_python_callables() -> None:
 
 
 def test_missing_file(folder: Path) -> None:
-    text = message("mine/reward.py:correct", base_dir=folder)
-    assert text == (
-        f"reward 'mine/reward.py:correct': there is no file {folder}/mine/reward.py nor {Path.cwd()}/mine/reward.py; "
-        "did you mean 'rewards.py'?"
-    )
+    text = message(f"{folder}/mine/reward.py:correct")
+    assert text == f"reward '{folder}/mine/reward.py:correct': there is no file {folder}/mine/reward.py; did you mean 'rewards.py'?"
 
 
 def test_missing_function(folder: Path) -> None:
