@@ -61,11 +61,20 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int: ...
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it samples with the learner's own memory, so that it has to be paused before an update writes there."""
+        ...
+
     async def generate(self, request: GenerateRequest) -> Completion:
         """Cancelling the awaiting task aborts the request."""
         ...
 
-    async def update_weights(self, learner: Learner, version: int) -> None: ...
+    async def update_weights(self, learner: Learner, version: int) -> None:
+        """Takes the learner's present weights as `version`. Requests under way stay, keep the keys and values of the tokens that they
+        have, and go on with the new weights; each token says which version it was sampled with."""
+        ...
+
     async def pause(self) -> None:
         """Returns when no decode step is under way and none will start before `resume`."""
         ...

@@ -101,6 +101,10 @@ class NativeEngine:
         """Of the weights that the next token is sampled with."""
         return self._version
 
+    @property
+    def shares_weights(self) -> bool:
+        return True
+
     async def generate(self, request: GenerateRequest) -> Completion:
         """Samples one completion. Cancelling the awaiting task aborts the request.
 

@@ -15,6 +15,7 @@ from surogate_rl.config.schema import (
     Command,
     DatasetConfig,
     DpoConfig,
+    DynamicSamplingConfig,
     EvalConfig,
     GrpoConfig,
     PolicyLossConfig,
@@ -198,11 +199,6 @@ def _rollout_problems(config: GrpoConfig) -> Iterator[Problem]:
     yield from _sampling_problems(rollouts)
     if rollouts.engine == "vllm":
         yield Problem("rollouts.engine: vllm is not there yet; set it to native or auto", ("rollouts", "engine"))
-    if rollouts.max_staleness > 0:
-        yield Problem(
-            "rollouts.max_staleness: only 0 (on-policy) is there yet; set it to 0 or remove the key",
-            ("rollouts", "max_staleness"),
-        )
     if rollouts.num_generations == 1 and loss.loss_type != "reinforce_plus_plus" and ":" not in loss.loss_type:
         yield Problem(
             f"rollouts.num_generations: a group of one has no baseline, {loss.loss_type} learns nothing from it; "
@@ -224,7 +220,52 @@ def _rollout_problems(config: GrpoConfig) -> Iterator[Problem]:
             ("loss", "num_minibatches"),
             (("rollouts", "prompts_per_step"), ("rollouts", "num_generations")),
         )
+    yield from _stream_problems(config)
     yield from _length_problems(config)
+
+
+def _stream_problems(config: GrpoConfig) -> Iterator[Problem]:
+    """Groups that are sampled ahead, and groups that are passed over."""
+    rollouts, loss, dynamic = config.rollouts, config.loss, config.rollouts.dynamic_sampling
+    key: KeyPath = ("rollouts", "oversample")
+    if rollouts.max_staleness > 0 and rollouts.oversample > rollouts.prompts_per_step:
+        yield Problem(
+            f"rollouts.oversample: with {rollouts.oversample} groups beyond a step's {rollouts.prompts_per_step} the last ones would be "
+            f"trained later than max_staleness ({rollouts.max_staleness}) allows; set it to prompts_per_step at the most",
+            key,
+            (("rollouts", "max_staleness"), ("rollouts", "prompts_per_step")),
+        )
+    elif rollouts.max_staleness == 0 and rollouts.oversample > 0 and not dynamic.enabled:
+        yield Problem(
+            f"rollouts.oversample: {rollouts.oversample} groups more would be sampled for nothing: max_staleness 0 lets no group be "
+            "carried over to the next step, and without dynamic_sampling none is replaced; set max_staleness to 1 or more, or remove it",
+            key,
+            (("rollouts", "max_staleness"), ("rollouts", "dynamic_sampling")),
+        )
+    elif rollouts.max_staleness == 0 and rollouts.oversample > (dynamic.max_rounds - 1) * rollouts.prompts_per_step:
+        yield Problem(
+            f"rollouts.oversample: {rollouts.oversample} spares are more than dynamic_sampling.max_rounds ({dynamic.max_rounds}) lets a "
+            f"step of {rollouts.prompts_per_step} prompts use; lower it or raise max_rounds",
+            key,
+            (("rollouts", "dynamic_sampling", "max_rounds"), ("rollouts", "prompts_per_step")),
+        )
+    if not dynamic.enabled:
+        return
+    where: KeyPath = ("rollouts", "dynamic_sampling", "enabled")
+    if rollouts.num_generations == 1:
+        yield Problem(
+            "rollouts.dynamic_sampling: the reward of a group of one never differs from the group's, so every group would be passed over; "
+            "set num_generations to 2 or more, or enabled: false",
+            where,
+            (("rollouts", "num_generations"),),
+        )
+    elif loss.loss_type == "reinforce_plus_plus":
+        yield Problem(
+            "rollouts.dynamic_sampling: reinforce_plus_plus compares with the whole batch, so groups of equal rewards teach something too; "
+            "set enabled: false or another loss",
+            where,
+            (("loss", "loss_type"),),
+        )
 
 
 def _length_problems(config: GrpoConfig) -> Iterator[Problem]:
@@ -333,15 +374,24 @@ def find_idle_keys(config: TrainConfig) -> list[Problem]:
         idle(config, default, ("run_name",), "report_to has no wandb")
     if config.eval is not None:
         _idle_eval(config, config.eval, idle)
-    if isinstance(config, GrpoConfig) and config.loss.mismatch == "auto":
-        idle(
-            config.loss,
-            PolicyLossConfig(),
-            ("mismatch_cap", "mismatch_floor"),
-            "loss.mismatch is auto: the native engine needs none",
-            ("loss",),
-        )
+    if isinstance(config, GrpoConfig):
+        _idle_grpo(config, idle)
+        if config.rollouts.max_staleness > 0 and config.loss.mismatch == "none":
+            message = "loss.mismatch: none trains what older weights sampled as if the present ones had; auto weighs it"
+            found.append(Problem(message, ("loss", "mismatch"), (("rollouts", "max_staleness"),)))
     return found
+
+
+def _idle_grpo(config: GrpoConfig, idle: Callable[..., None]) -> None:
+    rollouts = config.rollouts
+    if config.loss.mismatch == "none" or (
+        config.loss.mismatch == "auto" and rollouts.engine in ("auto", "native") and rollouts.max_staleness == 0
+    ):
+        because = "none" if config.loss.mismatch == "none" else "auto: the native engine needs none while max_staleness is 0"
+        idle(config.loss, PolicyLossConfig(), ("mismatch_cap", "mismatch_floor"), f"loss.mismatch is {because}", ("loss",))
+    if not rollouts.dynamic_sampling.enabled:
+        because = "rollouts.dynamic_sampling.enabled is false"
+        idle(rollouts.dynamic_sampling, DynamicSamplingConfig(), ("max_rounds",), because, ("rollouts", "dynamic_sampling"))
 
 
 def _idle_eval(config: TrainConfig, evaluation: EvalConfig, idle: Callable[..., None]) -> None:

@@ -76,7 +76,11 @@ class PolicyLossConfig(LossConfig):
     sapo_temperature_neg: PositiveFloat = Field(default=1.05, description="sapo: temperature of the gate where the advantage is negative")
     mismatch: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"
-    ] = Field(default="auto", description="correction of sampler against learner; auto: none with the native engine, else token_truncate")
+    ] = Field(
+        default="auto",
+        description="correction of sampler against learner; auto: none with the native engine while max_staleness is 0, else "
+        "token_truncate (rloo: sequence_truncate)",
+    )
     mismatch_cap: PositiveFloat = Field(default=3.0, description="upper bound of the mismatch weight")
     mismatch_floor: NonNegativeFloat = Field(default=0.0, description="lower bound of the mismatch weight")
     sync_ref_model: bool = Field(default=False, description="move the reference towards the policy every ref_model_sync_steps")
@@ -120,6 +124,15 @@ class SamplingConfig(Section):
     stop: list[Text] = Field(default_factory=list, description="strings that end a completion")
 
 
+class DynamicSamplingConfig(Section):
+    """Groups whose rewards are all equal are replaced by others (DAPO)."""
+
+    enabled: bool = Field(default=False, description="train only groups whose rewards differ, and sample others in place of the rest")
+    max_rounds: PositiveInt = Field(
+        default=4, description="a step samples at most so many times prompts_per_step groups, and then trains what it has"
+    )
+
+
 class RolloutsConfig(SamplingConfig):
     engine: Literal["auto", "native", "vllm"] = Field(
         default="auto", description="what generates; native: in process, with the learner's weights"
@@ -135,7 +148,18 @@ class RolloutsConfig(SamplingConfig):
         default=None,
         description="the native engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the free memory",
     )
-    max_staleness: NonNegativeInt = Field(default=0, description="versions by which rollouts may lag the learner; 0: on-policy")
+    max_staleness: NonNegativeInt = Field(
+        default=0,
+        description="versions by which rollouts may lag the learner; above 0 it learns while the next steps' are sampled; 0: on-policy",
+    )
+    oversample: NonNegativeInt = Field(
+        default=0,
+        description="groups that are sampled beyond the step's while it waits for its last ones: carried over with max_staleness, "
+        "else spares of dynamic_sampling",
+    )
+    dynamic_sampling: DynamicSamplingConfig = Field(
+        default_factory=DynamicSamplingConfig, description="passing over groups that teach nothing"
+    )
     reward_workers: PositiveInt = Field(default=2, description="processes that run the rewards")
 
 

@@ -44,11 +44,12 @@ class StepOrder:
         """Row numbers of step `step`, counted from 1."""
         if self.wrap:
             first = (step - 1) * self.per_step
-            return [self._row(i) for i in range(first, first + self.per_step)]
+            return [self.row(i) for i in range(first, first + self.per_step)]
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         return [int(i) for i in self._permutation(epoch)[within * self.per_step : (within + 1) * self.per_step]]
 
-    def _row(self, position: int) -> int:
+    def row(self, position: int) -> int:
+        """Row number at `position`, from 0 over all epochs: the steps of `wrap` laid end to end."""
         epoch, within = divmod(position, self.rows)
         return int(self._permutation(epoch)[within])
 

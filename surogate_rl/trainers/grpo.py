@@ -16,14 +16,15 @@ from surogate_rl.learner import AdapterUse, Learner
 from surogate_rl.objectives import PolicyGradient, group_advantages, make_objective, mean_metrics, penalise, reference_kl
 from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.manager import Group
-from surogate_rl.rollouts.types import Episode
+from surogate_rl.rollouts.plan import Budget, Credit
+from surogate_rl.rollouts.types import Episode, Task
 from surogate_rl.trainers.batches import StepOrder
 from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.loop import Clock, seeded
 from surogate_rl.trainers.reference import Reference
 from surogate_rl.trainers.rollout_log import RolloutLog
 from surogate_rl.trainers.rollout_metrics import rollout_metrics
-from surogate_rl.trainers.sampling import Rollouts
+from surogate_rl.trainers.sampling import Rollouts, stream_settings
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import require_same_rows
@@ -35,9 +36,9 @@ def micro_batch_tokens(config: GrpoConfig) -> int:
 
 
 def sequences_together(config: GrpoConfig) -> int:
-    """A step never has more completions under way than it asks for; evaluation shares the same places."""
+    """Never more than may be under way at a time; evaluation shares the same places."""
     rollouts = config.rollouts
-    return min(rollouts.max_sequences, rollouts.prompts_per_step * rollouts.num_generations)
+    return min(rollouts.max_sequences, stream_settings(rollouts, 1).waiting * rollouts.num_generations)
 
 
 class Grpo:
@@ -53,12 +54,15 @@ class Grpo:
         self._order = StepOrder(len(self.tasks), rollouts.prompts_per_step, config.seed, wrap=True)
         self._updates_per_step = config.loss.num_iterations * config.loss.num_minibatches
         self._schedule = Schedule.from_config(config, self.total_steps * self._updates_per_step)
-        self._objective = make_objective(config.loss, command="grpo", max_completion_length=rollouts.max_completion_length)
+        self._objective = make_objective(
+            config.loss, command="grpo", max_completion_length=rollouts.max_completion_length, engine_is_learner=engine_is_learner(config)
+        )
         self._logp = session.updater.logp
         self._reference = Reference(session, config) if self._objective.needs_reference else None
         self._rollouts = Rollouts(session, sequences_together(config), rollouts.kv_cache_gb)
-        self._manager = self._rollouts.manager(rewards, config.environment, rollouts.max_completion_length, config.seed)
-        self._sampling = self._rollouts.sampling(rollouts)
+        self._budget: Budget | None = None
+        manager = self._rollouts.manager(rewards, config.environment, rollouts.max_completion_length, config.seed)
+        self._rollouts.stream(manager, self._task, rollouts, self.total_steps, self._budget)
         self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None
         self._log = RolloutLog(session.output_dir / "rollouts", session.loaded.tokenizer)
         self._num_tokens = 0
@@ -70,54 +74,82 @@ class Grpo:
     def start(self) -> None:
         return None
 
+    def _task(self, number: int) -> Task:
+        return self.tasks[self._order.row(number)]
+
     def step(self, step: int) -> dict[str, float]:
-        config, clock = self._config, Clock()
-        tasks = [self.tasks[i] for i in self._order(step)]
+        clock, busy = Clock(), self._rollouts.engine.busy_seconds
         self._rewards.set_state(global_step=step, max_steps=self.total_steps, epoch=self._order.epoch(step))
-        groups = self._rollouts.collect(self._manager, tasks, config.rollouts.num_generations, self._sampling, visit=step)
-        generate_seconds = clock.lap()
-        sequences = trained_sequences(groups)
-        values = self._prepare(groups, sequences)
-        values |= rollout_metrics(groups)
+        batch = self._rollouts.batch(step)
+        groups = batch.groups
+        times = {"time/wait": clock.lap()}
+        values = dict(batch.metrics)
+        if groups:
+            sequences = trained_sequences(groups)
+            values |= self._prepare(groups, sequences)
+            values |= rollout_metrics(groups)
+            self._log.write(step, groups)
+        else:
+            sequences = {}
         values |= self._rewards.report().metrics()
-        self._log.write(step, groups)
+        if self._budget is not None:
+            self._budget.observe(batch.used)
+            values |= self._budget.metrics()
         values |= self._learn(step, list(sequences.values()))
-        learn_seconds = clock.lap()
+        times["time/learn"] = clock.lap()
         self._rollouts.weights_changed(step)
+        times["time/sync"] = clock.lap()
+        seconds = sum(times.values())
+        # while requests wait for the learner the engine is idle too
+        times["time/generate"] = min(self._rollouts.engine.busy_seconds - busy, seconds)
+        times["time/engine_idle"] = seconds - times["time/generate"]
         tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
         self._num_tokens += tokens
-        seconds = generate_seconds + learn_seconds + clock.lap()
-        return values | {
-            "epoch": self._order.epoch(step),
-            "num_tokens": float(self._num_tokens),
-            "skipped_steps": float(self._session.updater.skipped),
-            "step_time": seconds,
-            "time/generate": generate_seconds,
-            "time/learn": learn_seconds,
-            "tokens_per_second": tokens / seconds,
-        }
+        return (
+            values
+            | times
+            | {
+                "epoch": batch.position / len(self.tasks),
+                "num_tokens": float(self._num_tokens),
+                "skipped_steps": float(self._session.updater.skipped),
+                "step_time": seconds,
+                "tokens_per_second": tokens / seconds,
+            }
+        )
 
     def _prepare(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> dict[str, float]:
         """Adds to the sequences all that the objective wants beside the present log-probabilities: the proximal and the reference's, and
         advantages. Returns the reward metrics."""
         trained = [sequence for unit in sequences.values() for sequence in unit]
-        if self._updates_per_step > 1:
+        if self._updates_per_step > 1 or (self._config.rollouts.max_staleness > 0 and self._kl_in_reward):
             self._score(self._session.learner, trained, "proximal_logp", "live")
         if self._reference is not None:
             self._reference.score_into(trained, self._score)
         rewards: list[list[float | None]] = [[episode.reward for episode in group.episodes] for group in groups]
-        if isinstance(self._objective, PolicyGradient) and self._objective.kl_in_reward:
+        if self._kl_in_reward:
             kl = self._kl_of(groups, sequences)
             rewards = penalise(rewards, kl, self._config.loss.beta)
-        loss = self._config.loss
-        result = group_advantages(rewards, scale_rewards=loss.scale_rewards, loss_type=loss.loss_type)
+        credit = self._credit(groups, rewards)
         for place, group in enumerate(groups):
             for sample, episode in enumerate(group.episodes):
-                episode.advantage = float(result.values[place][sample])
+                episode.advantage = float(credit.advantages[place][sample])
                 for sequence in sequences.get((place, sample), []):
                     sequence.per_sequence["advantage"] = episode.advantage
+                    if credit.weights is not None:
+                        sequence.per_sequence["weight"] = float(credit.weights[place][sample])
         token_advantages(groups, sequences)
-        return mean_metrics([result.metrics])
+        return mean_metrics([credit.metrics])
+
+    def _credit(self, groups: Sequence[Group], rewards: list[list[float | None]]) -> Credit:
+        if self._budget is not None:
+            return self._budget.credit(groups, rewards)
+        loss = self._config.loss
+        result = group_advantages(rewards, scale_rewards=loss.scale_rewards, loss_type=loss.loss_type)
+        return Credit(result.values, metrics=result.metrics)
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        return isinstance(self._objective, PolicyGradient) and self._objective.kl_in_reward
 
     def _kl_of(self, groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> list[list[float]]:
         """KL to the reference of every completion, in nats; 0 for an unscored one."""
@@ -178,15 +210,19 @@ class Grpo:
 
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         arrays = self._reference.arrays() if self._reference is not None else {}
-        return arrays, {"num_tokens": self._num_tokens, "rows": len(self.tasks)}
+        state: dict[str, Any] = {"num_tokens": self._num_tokens, "rows": len(self.tasks), "rollouts": self._rollouts.state()}
+        if self._budget is not None:
+            state["budget"] = self._budget.state()
+        return arrays, state
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
         require_same_rows(state["rows"], len(self.tasks))
         self._num_tokens = state["num_tokens"]
         if self._reference is not None:
             self._reference.restore(arrays)
-        # the engine must not sample from what it cached before the weights were loaded
-        self._rollouts.weights_changed(0)
+        if self._budget is not None:
+            self._budget.restore(state["budget"])
+        self._rollouts.restore(state["rollouts"])
 
     def close(self) -> None:
         if self._evaluation is not None:
@@ -252,6 +288,11 @@ def spread(batch: PackedBatch, logp: FloatArray, name: str, by_id: Mapping[int, 
     for segment, number in enumerate(batch.ids):
         first, end = int(batch.cu_seqlens[segment]), int(batch.cu_seqlens[segment + 1])
         by_id[int(number)].per_token[name] = np.concatenate([np.zeros(1, np.float32), logp[first : end - 1]])
+
+
+def engine_is_learner(config: GrpoConfig) -> bool:
+    """Whether completions come from the very weights and code that they are trained with."""
+    return config.rollouts.engine in ("auto", "native") and config.rollouts.max_staleness == 0
 
 
 def logp_settings(config: GrpoConfig, valid_vocab: int) -> LogpSettings:

@@ -10,7 +10,8 @@ from surogate_rl.learner import Learner
 from surogate_rl.models import inspect_model
 from surogate_rl.trainers import dpo, grpo, sft
 from surogate_rl.trainers.kv_cache import cache_tokens
-from surogate_rl.trainers.session import compute_settings, learner_choices, memory_limit
+from surogate_rl.trainers.sampling import stream_settings
+from surogate_rl.trainers.session import check_context, compute_settings, learner_choices, memory_limit
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Plan:
 def plan(config: TrainConfig) -> Plan:
     """Raises what loading the model's config raises (missing directory, unknown family...)."""
     spec = inspect_model(config.model, tokenizer=config.tokenizer).spec
+    check_context(config, spec)
     tokens = micro_batch_tokens(config)
     parts = [(f"learner: {name}", size) for name, size in learner_plan(config, spec, tokens)]
     if isinstance(config, GrpoConfig):
@@ -80,6 +82,7 @@ def step_lines(config: TrainConfig, tokens: int) -> list[str]:
         completions = f"{rollouts.prompts_per_step} prompts x {rollouts.num_generations} completions"
         updates = loss.num_iterations * loss.num_minibatches
         lines.append(f"a step samples {completions} of at most {rollouts.max_completion_length} tokens")
+        lines += stream_lines(config)
         lines.append(f"and makes {updates} update(s): {loss.num_iterations} pass(es) of {loss.num_minibatches} minibatch(es)")
     else:
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
@@ -91,4 +94,21 @@ def step_lines(config: TrainConfig, tokens: int) -> list[str]:
         lines.append(
             f"{config.num_train_epochs:g} epoch(s) of the data (num_train_epochs); their number of steps is known once the data is read"
         )
+    return lines
+
+
+def stream_lines(config: GrpoConfig) -> list[str]:
+    """What is sampled ahead, carried over or passed over."""
+    rollouts, settings = config.rollouts, stream_settings(config.rollouts, 1)
+    lines = []
+    if rollouts.max_staleness > 0:
+        steps = "the next step" if rollouts.max_staleness == 1 else f"the next {rollouts.max_staleness} steps"
+        lines.append(
+            f"while it learns, {steps} may be sampled: at most {settings.learning} groups ({settings.waiting} while it waits for its own)"
+        )
+        lines.append(f"no token that it trains is more than {rollouts.max_staleness} version(s) old (max_staleness)")
+    elif rollouts.oversample > 0:
+        lines.append(f"with {rollouts.oversample} spare group(s) beside them")
+    if settings.limit is not None:
+        lines.append(f"groups without signal are replaced, up to {settings.limit} groups sampled for a step (dynamic_sampling)")
     return lines

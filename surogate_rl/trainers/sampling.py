@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from surogate_rl.config.schema import SamplingConfig
+from surogate_rl.config.schema import RolloutsConfig, SamplingConfig
 from surogate_rl.data import encode_prompt
 from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.engines.native import NativeEngine
+from surogate_rl.rollouts.engines.timed import TimedEngine
 from surogate_rl.rollouts.environments import environment_factory
 from surogate_rl.rollouts.episode import EpisodeRunner
 from surogate_rl.rollouts.manager import Group, RolloutManager
-from surogate_rl.rollouts.types import EpisodeLimits, SamplingParams, Task
+from surogate_rl.rollouts.plan import Budget
+from surogate_rl.rollouts.stream import Batch, RolloutStream, StreamSettings
+from surogate_rl.rollouts.types import Engine, EpisodeLimits, SamplingParams, Task
 from surogate_rl.trainers.event_loop import EventLoop
 from surogate_rl.trainers.kv_cache import cache_tokens
 from surogate_rl.trainers.session import Session
 
 
 class Rollouts:
-    """Samples with the session's learner. One engine serves every manager made here.
+    """Samples with the session's weights. One engine serves every manager and the stream of training groups that are made here.
 
     Args:
         sequences: decoded together, at the most.
@@ -26,16 +30,11 @@ class Rollouts:
     """
 
     def __init__(self, session: Session, sequences: int, kv_cache_gb: float | None = None) -> None:
-        config, loaded = session.config, session.loaded
         self._session = session
         self.loop = EventLoop()
-        self.engine = NativeEngine(
-            session.learner,
-            tokenizer=loaded.tokenizer,
-            max_sequences=sequences,
-            cache_tokens=cache_tokens(loaded.spec, sequences, min(config.sequence_len, loaded.spec.max_positions), kv_cache_gb),
-            valid_vocab=loaded.valid_vocab,
-        )
+        self.engine = TimedEngine(make_engine(session, sequences, kv_cache_gb))
+        self._stream: RolloutStream | None = None
+        self._held = False
 
     def manager(self, rewards: RewardRunner, environment: str, max_completion_length: int, seed: int) -> RolloutManager:
         loaded, config = self._session.loaded, self._session.config
@@ -60,14 +59,86 @@ class Rollouts:
             stop=tuple(config.stop),
         )
 
+    def stream(
+        self, manager: RolloutManager, task_of: Callable[[int], Task], config: RolloutsConfig, total_steps: int, budget: Budget | None
+    ) -> None:
+        """Opens the stream that `batch` takes from: the training groups of the whole run."""
+        self._stream = RolloutStream(manager, task_of, stream_settings(config, total_steps), self.sampling(config), budget)
+        if config.max_staleness > 0 and self.engine.shares_weights:
+            self._session.updater.before_step = self._hold
+
     def collect(self, manager: RolloutManager, tasks: Sequence[Task], samples: int, sampling: SamplingParams, visit: int) -> list[Group]:
         return self.loop.run(manager.collect(tasks, samples, sampling, visit))
 
+    def batch(self, step: int) -> Batch:
+        """The groups that step `step` trains."""
+        assert self._stream is not None
+        return self.loop.run(self._stream.collect(step))
+
     def weights_changed(self, version: int) -> None:
-        self.loop.run(self.engine.update_weights(self._session.learner, version))
+        """The learner holds `version`: hands it to the engine. Requests under way wait meanwhile and go on with the new weights."""
+        self.loop.run(self._change_weights(version))
+
+    def state(self) -> dict[str, Any]:
+        """Of the stream, as JSON."""
+        assert self._stream is not None
+        return self._stream.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert self._stream is not None
+        self._stream.restore(state)
+        # the engine must not sample from what it cached before the weights were loaded
+        self.weights_changed(state["version"])
 
     def close(self) -> None:
         try:
-            self.loop.run(self.engine.close())
+            self.loop.run(self._close())
         finally:
             self.loop.close()
+
+    def _hold(self) -> None:
+        """An update writes to the weights that the engine reads: nothing is decoded until `weights_changed`."""
+        if not self._held:
+            self._held = True
+            self.loop.run(self.engine.pause())
+
+    async def _change_weights(self, version: int) -> None:
+        alive = self._stream is not None and self._stream.under_way > 0
+        if alive and not self._held:
+            await self.engine.pause()
+        await self.engine.update_weights(self._session.learner, version)
+        if alive or self._held:
+            await self.engine.resume()
+        self._held = False
+        if self._stream is not None:
+            self._stream.weights_changed(version)
+
+    async def _close(self) -> None:
+        try:
+            if self._stream is not None:
+                await self._stream.close()
+        finally:
+            await self.engine.close()
+
+
+def make_engine(session: Session, sequences: int, kv_cache_gb: float | None) -> Engine:
+    config, loaded = session.config, session.loaded
+    return NativeEngine(
+        session.learner,
+        tokenizer=loaded.tokenizer,
+        max_sequences=sequences,
+        cache_tokens=cache_tokens(loaded.spec, sequences, min(config.sequence_len, loaded.spec.max_positions), kv_cache_gb),
+        valid_vocab=loaded.valid_vocab,
+    )
+
+
+def stream_settings(config: RolloutsConfig, total_steps: int) -> StreamSettings:
+    dynamic = config.dynamic_sampling
+    return StreamSettings(
+        groups=config.prompts_per_step,
+        completions=config.num_generations,
+        total_steps=total_steps,
+        max_staleness=config.max_staleness,
+        oversample=config.oversample,
+        max_rounds=dynamic.max_rounds if dynamic.enabled else None,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from surogate_rl.batch import PackedBatch, Totals
@@ -48,7 +48,11 @@ class UpdateResult:
 
 
 class Updater:
-    """Runs micro-batches through learner and objective and applies the optimiser. Counts skipped updates in a row."""
+    """Runs micro-batches through learner and objective and applies the optimiser. Counts skipped updates in a row.
+
+    Attributes:
+        before_step: called before the optimiser writes to the weights; None: nobody else reads them.
+    """
 
     def __init__(self, learner: Learner, config: TrainConfig, logp: LogpSettings) -> None:
         self.learner = learner
@@ -57,6 +61,7 @@ class Updater:
         self.metrics = MetricSums()
         self.skipped_in_a_row = 0
         self.skipped = 0
+        self.before_step: Callable[[], None] | None = None
 
     def update(self, batches: Sequence[PackedBatch], objective: Objective, lr: float) -> UpdateResult:
         """Gradients of all `batches`, summed, then one step of the optimiser at rate `lr`. What the objective reports goes to `metrics`.
@@ -71,6 +76,8 @@ class Updater:
             loss, finite = self._backward_each(batches, objective, totals)
         config = self.config
         if finite:
+            if self.before_step is not None:
+                self.before_step()
             stats = self.learner.step(
                 lr,
                 max_grad_norm=config.max_grad_norm,

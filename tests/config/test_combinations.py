@@ -72,8 +72,33 @@ def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
         ("grpo", {"rollouts": {"engine": "vllm"}}, "rollouts.engine: vllm is not there yet; set it to native or auto"),
         (
             "grpo",
-            {"rollouts": {"max_staleness": 1}},
-            "rollouts.max_staleness: only 0 (on-policy) is there yet; set it to 0 or remove the key",
+            {"rollouts": {"max_staleness": 1, "oversample": 9}},
+            "rollouts.oversample: with 9 groups beyond a step's 8 the last ones would be trained later than max_staleness (1) allows; "
+            "set it to prompts_per_step at the most",
+        ),
+        (
+            "grpo",
+            {"rollouts": {"oversample": 2}},
+            "rollouts.oversample: 2 groups more would be sampled for nothing: max_staleness 0 lets no group be carried over to the next "
+            "step, and without dynamic_sampling none is replaced; set max_staleness to 1 or more, or remove it",
+        ),
+        (
+            "grpo",
+            {"rollouts": {"oversample": 9, "dynamic_sampling": {"enabled": True, "max_rounds": 2}}},
+            "rollouts.oversample: 9 spares are more than dynamic_sampling.max_rounds (2) lets a step of 8 prompts use; "
+            "lower it or raise max_rounds",
+        ),
+        (
+            "grpo",
+            {"rollouts": {"dynamic_sampling": {"enabled": True}}, "loss": "reinforce_plus_plus"},
+            "rollouts.dynamic_sampling: reinforce_plus_plus compares with the whole batch, so groups of equal rewards teach something too; "
+            "set enabled: false or another loss",
+        ),
+        (
+            "grpo",
+            {"rollouts": {"num_generations": 1, "dynamic_sampling": {"enabled": True}}, "loss": "reinforce_plus_plus"},
+            "rollouts.dynamic_sampling: the reward of a group of one never differs from the group's, so every group would be passed over; "
+            "set num_generations to 2 or more, or enabled: false",
         ),
         (
             "grpo",
@@ -209,7 +234,18 @@ def test_rewards_from_python_stand_for_the_key() -> None:
         (
             "grpo",
             {"loss": {"mismatch_cap": 2.0}},
-            ["loss.mismatch_cap has no effect while loss.mismatch is auto: the native engine needs none"],
+            ["loss.mismatch_cap has no effect while loss.mismatch is auto: the native engine needs none while max_staleness is 0"],
+        ),
+        ("grpo", {"loss": {"mismatch_cap": 2.0}, "rollouts": {"max_staleness": 1}}, []),
+        (
+            "grpo",
+            {"loss": {"mismatch": "none"}, "rollouts": {"max_staleness": 1}},
+            ["loss.mismatch: none trains what older weights sampled as if the present ones had; auto weighs it"],
+        ),
+        (
+            "grpo",
+            {"rollouts": {"dynamic_sampling": {"max_rounds": 2}}},
+            ["rollouts.dynamic_sampling.max_rounds has no effect while rollouts.dynamic_sampling.enabled is false"],
         ),
     ],
 )

@@ -1,0 +1,340 @@
+"""Which groups a step trains: always the first ones that were started, never the first ones that ended.
+
+Groups wait in one queue, in the order in which they start. A step takes from its head, and waits for the head as long as it must; so what
+is trained, and when, does not depend on how long a completion is, and nothing is ever dropped for being long. (A step that took whatever
+is ready first would train short completions early and long ones late or, past the limit on staleness, never.) What keeps the engine busy
+while a step waits for its last episodes are the groups behind:
+
+* ``max_staleness: k`` lets groups start up to k versions before the one that trains them. Up to k batches are under way while the learner
+  learns, and ``oversample`` groups more while a step waits. A group whose place in the queue would have it trained later than that is not
+  started, so that in normal operation nothing grows too old; what does all the same (an engine that samples with older weights than it was
+  told to) is dropped and counted.
+* With k = 0 nothing can be carried over. ``oversample`` then holds spares for dynamic sampling; those that a step does not need are cut
+  and started anew in the next one, whatever has become of them, so they change no result.
+
+*Dynamic sampling* (DAPO, arXiv:2503.14476) passes over groups without signal and starts others in their place, until the batch is full or
+`max_rounds` batches were used up.
+
+Batches of k = 0 are a function of the run's seed, the step and the weights. With k > 0 the weight version of each token depends on timing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from surogate_rl.errors import RunError
+from surogate_rl.rollouts.manager import Group, RolloutManager
+from surogate_rl.rollouts.plan import Budget, GroupPlan
+from surogate_rl.rollouts.types import SamplingParams, Task
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """Attributes:
+    groups: of a batch (`prompts_per_step`).
+    completions: of a group, where no budget says otherwise (`num_generations`).
+    total_steps: no group is started that only a later step could train.
+    max_staleness: versions by which a token may lag the learner.
+    oversample: groups under way beyond the batch while a step waits.
+    max_rounds: of dynamic sampling: batches that a step may use up at the most; None: dynamic sampling is off.
+    """
+
+    groups: int
+    completions: int
+    total_steps: int
+    max_staleness: int = 0
+    oversample: int = 0
+    max_rounds: int | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Groups under way while a step waits, at the most."""
+        if self.max_staleness == 0:
+            return self.groups + self.oversample
+        return min(self.max_staleness * self.groups + self.oversample, (self.max_staleness + 1) * self.groups)
+
+    @property
+    def learning(self) -> int:
+        """Groups under way while the learner learns, at the most."""
+        return self.max_staleness * self.groups
+
+    @property
+    def limit(self) -> int | None:
+        """Groups that one step may use up."""
+        return None if self.max_rounds is None else self.max_rounds * self.groups
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step got.
+
+    Attributes:
+        groups: to be trained, in the order in which they started.
+        used: the same and those that dynamic sampling passed over, in that order.
+    position: groups that the run has used up so far, these included: its place in the order of the data.
+        metrics: of this step.
+    """
+
+    groups: list[Group]
+    used: list[Group]
+    position: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Slot:
+    number: int
+    scoring: bool = False
+    work: asyncio.Task[Group] = field(init=False)
+
+    @property
+    def result(self) -> Group | None:
+        """None while it is under way."""
+        return self.work.result() if self.work.done() else None
+
+
+class RolloutStream:
+    """Serves a run's steps in order. All methods but the constructor belong on one event loop.
+
+    Args:
+        manager: plays and scores.
+        task_of: the task of each group number.
+        settings: how far ahead, how many, how old.
+        sampling: of all training completions.
+        budget: fixes the groups' sizes and limits; None: `settings.completions` each, within the run's limits.
+    """
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        task_of: Callable[[int], Task],
+        settings: StreamSettings,
+        sampling: SamplingParams,
+        budget: Budget | None = None,
+    ) -> None:
+        self._manager = manager
+        self._task_of = task_of
+        self._settings = settings
+        self._sampling = sampling
+        self._budget = budget
+        self._queue: list[_Slot] = []
+        self._leaving: set[asyncio.Task[Group]] = set()
+        self._plans: dict[int, list[GroupPlan]] = {}
+        self._first = 0  # number of the first group that no step has used yet
+        self._next = 0  # number of the next group to start
+        self._step = 0  # the last step that was served
+        self._version = 0
+        self._stale = 0  # groups dropped while the present step waits
+
+    async def collect(self, step: int) -> Batch:
+        """The batch of step `step`, which trains the weights of version ``step - 1`` and makes version `step` of them. What may be under
+        way while the learner learns is started before this returns.
+
+        Raises:
+            RunError: all that the engine gives is older than the weights that it was given.
+            Exception: what an engine, an environment's factory or a reward raised; everything under way is cancelled then.
+        """
+        self._step, self._stale = step, 0
+        while True:
+            try:
+                self._drop_stale(step)
+                self._start(step, self._settings.waiting)
+                batch = self._close(step)
+                if batch is not None:
+                    self._start(step + 1, self._settings.learning)
+                    return batch
+                await asyncio.wait({slot.work for slot in self._queue if not slot.work.done()}, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failure()
+            except Exception:
+                await self.close()
+                raise
+
+    def weights_changed(self, version: int) -> None:
+        """The engine samples with `version` from now on: more may start."""
+        self._version = version
+        if self._settings.max_staleness:
+            self._start(self._step + 1, self._settings.waiting)
+
+    @property
+    def under_way(self) -> int:
+        """Groups that have begun and not ended."""
+        return sum(not slot.work.done() for slot in self._queue)
+
+    async def close(self) -> None:
+        """Cancels what is under way and waits until it is gone. May be called again."""
+        works = [slot.work for slot in self._queue] + list(self._leaving)
+        self._queue.clear()
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+
+    def state(self) -> dict[str, Any]:
+        """Position and plans, as JSON. Of the groups that no step has used yet only the numbers are kept: a resumed run samples all of
+        them anew, those that had ended too. To keep those that happened to have ended would prefer short completions."""
+        plans = {} if self._budget is None else self._plans
+        return {
+            "first": self._first,
+            "step": self._step,
+            "version": self._version,
+            "unfinished": [{"number": slot.number, "task": self._task_of(slot.number).index} for slot in self._queue],
+            "plans": {str(block): [plan.to_state() for plan in block_plans] for block, block_plans in plans.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken; before the first `collect`."""
+        self._first = self._next = state["first"]
+        self._step, self._version = state["step"], state["version"]
+        self._plans = {int(block): [GroupPlan.from_state(plan) for plan in plans] for block, plans in state["plans"].items()}
+
+    # Starting -----------------------------------------------------------------------------------------------------------------------
+
+    def _start(self, next_step: int, at_most: int) -> None:
+        """Starts groups while fewer than `at_most` are under way or wait for `next_step` and those behind it."""
+        settings = self._settings
+        useful = sum(not self._useless(slot) for slot in self._queue)
+        last = settings.groups * max(0, settings.total_steps - next_step + 1)
+        # those that turned out to be useless count against the rounds, or a task without any signal would start groups for ever
+        most = None if settings.limit is None else max(settings.limit, at_most)
+        while useful < min(at_most, last) and (most is None or len(self._queue) < most):
+            self._queue.append(self._begin(self._next))
+            self._next += 1
+            useful += 1
+
+    def _useless(self, slot: _Slot) -> bool:
+        if self._settings.max_rounds is None or not slot.work.done() or slot.work.exception() is not None:
+            return False
+        return not slot.work.result().has_signal
+
+    def _begin(self, number: int) -> _Slot:
+        slot = _Slot(number)
+        block, place = self._place(number)
+        plan = self._plan(block)[place]
+        slot.work = asyncio.get_running_loop().create_task(self._play(slot, self._task_of(number), block, place, plan))
+        return slot
+
+    async def _play(self, slot: _Slot, task: Task, block: int, place: int, plan: GroupPlan) -> Group:
+        episodes = await self._manager.play(task, block, place, plan, self._sampling)
+        slot.scoring = True
+        await self._manager.scorer.score(episodes)
+        return Group(task, episodes, slot.number)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        block, place = divmod(number, self._settings.groups)
+        return block + 1, place
+
+    def _plan(self, block: int) -> list[GroupPlan]:
+        if block not in self._plans:
+            groups = self._settings.groups
+            if self._budget is None:
+                self._plans[block] = [GroupPlan.plain(self._settings.completions)] * groups
+            else:
+                first = (block - 1) * groups
+                self._plans[block] = self._budget.plan(block, [self._task_of(first + place) for place in range(groups)])
+        return self._plans[block]
+
+    # Closing ------------------------------------------------------------------------------------------------------------------------
+
+    def _close(self, step: int) -> Batch | None:
+        """The batch, if the head of the queue holds one; the queue is unchanged otherwise."""
+        taken: list[Group] = []
+        used: list[Group] = []
+        settings = self._settings
+        for slot in self._queue:
+            if len(taken) == settings.groups or len(used) == settings.limit:
+                break
+            group = slot.result
+            if group is None:
+                return None
+            used.append(group)
+            if settings.max_rounds is None or group.has_signal:
+                taken.append(group)
+        if len(taken) < settings.groups and len(used) != settings.limit:
+            return None
+        self._first = used[-1].number + 1
+        del self._queue[: len(used)]
+        cut = self._cut() if settings.max_staleness == 0 else 0
+        self._forget_plans()
+        return Batch(taken, used, self._first, self._metrics(step, taken, used, cut))
+
+    def _drop_stale(self, step: int) -> None:
+        """Takes out what has ended and is older than the limit allows for `step`, and with it for all later ones."""
+        oldest = step - 1 - self._settings.max_staleness
+
+        def too_old(slot: _Slot) -> bool:
+            group = slot.result
+            return group is not None and group.oldest_version is not None and group.oldest_version < oldest
+
+        fresh = [slot for slot in self._queue if not too_old(slot)]
+        self._stale += len(self._queue) - len(fresh)
+        self._queue = fresh
+        if self._stale > 2 * self._settings.waiting:
+            raise RunError(
+                f"step {step}: {self._stale} groups were sampled with weights older than version {oldest}, the oldest that "
+                f"rollouts.max_staleness ({self._settings.max_staleness}) allows, although the engine was given version {step - 1}; "
+                "its weight updates do not arrive"
+            )
+
+    def _cut(self) -> int:
+        """Nothing can be carried over: gives up what is left, and says how many groups that were. Rewards that are being computed are left
+        to end by themselves, because to cancel one costs a worker process."""
+        count = len(self._queue)
+        for slot in self._queue:
+            if slot.work.done():
+                continue
+            if not slot.scoring:
+                slot.work.cancel()
+            self._leaving.add(slot.work)
+            slot.work.add_done_callback(self._gone)
+        self._queue.clear()
+        self._next = self._first
+        return count
+
+    def _gone(self, work: asyncio.Task[Group]) -> None:
+        self._leaving.discard(work)
+        if not work.cancelled():
+            work.exception()  # looked at: nobody else will
+
+    def _forget_plans(self) -> None:
+        """Of blocks that are used up, and of those that will be planned again because nothing of them was used."""
+        block, place = self._place(self._first)
+        last = self._place(self._queue[-1].number)[0] if self._queue else block if place else block - 1
+        self._plans = {number: plans for number, plans in self._plans.items() if block <= number <= last}
+
+    def _raise_failure(self) -> None:
+        for slot in self._queue:
+            if slot.work.done() and not slot.work.cancelled() and (error := slot.work.exception()) is not None:
+                raise error
+
+    def _metrics(self, step: int, taken: Sequence[Group], used: Sequence[Group], cut: int) -> dict[str, float]:
+        settings = self._settings
+        lags = [step - 1 - version for group in taken for version in _versions(group)]
+        metrics = {
+            "rollouts/staleness_mean": sum(lags) / len(lags) if lags else 0.0,
+            "rollouts/staleness_max": float(max(lags, default=0)),
+        }
+        if settings.max_staleness:
+            metrics["rollouts/dropped_stale"] = float(self._stale)
+            metrics["rollouts/carried_over"] = float(len(self._queue))
+        elif settings.oversample:
+            metrics["rollouts/cut_stragglers"] = float(cut)
+        if settings.max_rounds is not None:
+            rewards = [e.reward for group in used for e in group.episodes if e.reward is not None]
+            metrics["dynamic_sampling/discarded_groups"] = float(len(used) - len(taken))
+            metrics["dynamic_sampling/rounds"] = len(used) / settings.groups
+            metrics["dynamic_sampling/missing_groups"] = float(settings.groups - len(taken))
+            if rewards:
+                metrics["dynamic_sampling/reward"] = sum(rewards) / len(rewards)
+        return metrics
+
+
+def _versions(group: Group) -> list[int]:
+    return [
+        version
+        for episode in group.episodes
+        for segment in episode.segments
+        for version, sampled in zip(segment.versions, segment.sampled, strict=True)
+        if sampled
+    ]
