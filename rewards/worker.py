@@ -90,12 +90,11 @@ def _sendable(value: Any) -> Any:
 
 
 def short_traceback(error: BaseException, frames: int = 4) -> str:
-    """The error's last frames and its message; frames of this module and of the import machinery are left out."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
-        tb = tb.tb_next
-    lines = traceback.format_exception(type(error), error, tb, limit=-frames, chain=False)
-    text = "".join(lines).strip()
+    """The error's last frames and its message; those of the machinery that loads and calls functions are left out."""
+    machinery = (__file__, str(Path(__file__).with_name("loader.py")), "<frozen importlib")
+    shown = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(machinery)][-frames:]
+    head = ["Traceback (most recent call last):\n", *traceback.format_list(shown)] if shown else []
+    text = "".join([*head, *traceback.format_exception_only(error)]).strip()
     return text if len(text) <= 2000 else f"{text[:500]}\n  ...\n{text[-1400:]}"
 
 

@@ -5,12 +5,13 @@ Exit codes: 0 done, 1 failed, 2 the configuration or another input is wrong, 130
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -141,9 +142,31 @@ def _print_plan(config: TrainConfig, command: Command) -> None:
         print(f"# {line}".rstrip())
 
 
+class _ToStderr(logging.StreamHandler[TextIO]):
+    """Looks `sys.stderr` up for every record: while the live display is shown, its stand-in keeps lines and display apart."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+class _Lowercase(logging.Formatter):
+    """``warning: ...``, as the other lines begin."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record = copy.copy(record)
+        record.levelname = record.levelname.lower()
+        return super().format(record)
+
+
 def _quiet_libraries() -> None:
     """Progress bars of the libraries are for terminals."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    handler = _ToStderr()
+    handler.setFormatter(_Lowercase("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

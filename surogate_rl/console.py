@@ -29,9 +29,13 @@ SHOWN = (
     "entropy",
     "completions/mean_length",
     "completions/clipped_ratio",
+    "completions/unscored",
+    "skipped_steps",
     "grad_norm",
     "learning_rate",
 )
+# Only worth a place if there were some.
+_TROUBLE = ("completions/unscored", "skipped_steps")
 # What is shown of an evaluation, by the name after eval_ (or its beginning, if it ends in @).
 _EVALUATION_SHOWN = (
     "loss",
@@ -49,6 +53,8 @@ _SHORT = {
     "mean_token_accuracy": "token_acc",
     "completions/mean_length": "length",
     "completions/clipped_ratio": "clipped",
+    "completions/unscored": "unscored",
+    "skipped_steps": "skipped",
     "learning_rate": "lr",
 }
 
@@ -75,6 +81,11 @@ def format_seconds(seconds: float) -> str:
     if days:
         return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shown_names(values: Mapping[str, float]) -> list[str]:
+    """The metrics of a step that are shown, in their order."""
+    return [name for name in SHOWN if name in values and (values[name] or name not in _TROUBLE)]
 
 
 def evaluation_rank(name: str) -> int | None:
@@ -159,7 +170,7 @@ class Progress:
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """One plain line: ``step 10/300  loss 1.25  reward 0.5  lr 1e-06  850 tok/s  eta 3:21``."""
         parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
-        parts += [f"{_SHORT.get(name, name)} {format_number(values[name])}" for name in SHOWN if name in values]
+        parts += [f"{_SHORT.get(name, name)} {format_number(values[name])}" for name in shown_names(values)]
         if "tokens_per_second" in values:
             parts.append(f"{format_number(round(values['tokens_per_second']))} tok/s")
         if step < self._total:
@@ -193,9 +204,7 @@ class Progress:
         )
         body = Table.grid(padding=(0, 2))
         cells = [
-            Text.assemble((_SHORT.get(name, name) + " ", "dim"), format_number(self._values[name]))
-            for name in SHOWN
-            if name in self._values
+            Text.assemble((_SHORT.get(name, name) + " ", "dim"), format_number(self._values[name])) for name in shown_names(self._values)
         ]
         for start in range(0, len(cells), 6):
             body.add_row(*cells[start : start + 6])
@@ -226,9 +235,8 @@ def print_summary(result: Any, stream: TextIO | None = None) -> None:
     console = Console(file=stream if stream is not None else sys.stderr, highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 2), pad_edge=False)
     table.add_row("steps", str(result.steps))
-    for name in SHOWN:
-        if name in result.metrics:
-            table.add_row(name, format_number(result.metrics[name]))
+    for name in shown_names(result.metrics):
+        table.add_row(name, format_number(result.metrics[name]))
     for name, value in shown_evaluation(result.evaluation).items():
         table.add_row(name, format_number(value))
     table.add_row("model", str(result.final_model))

@@ -35,7 +35,8 @@ One YAML file per run: `surogate-rl sft|dpo|grpo config.yaml`. This page is made
 * A plain string in `datasets` stands for `{path: string}`, in `rewards` for `{name: string}`; `loss: dapo` stands for `{loss_type: dapo}`.
 * `--set rollouts.num_generations=16` replaces a key, `--set datasets.0.path=rows.jsonl` one of a list's items. It may be repeated.
 * `--dry-run` prints every key with its value, the memory plan and the steps, and loads nothing.
-* Paths of files count from the folder you start in.
+* Paths of files count from the folder of the configuration if there is something, else from the folder you start in; `output_dir` and what is
+  given by `--set` count from the folder you start in.
 * A run writes its configuration, with every default filled in, to `output_dir/config.yaml`; that file runs as it stands.
 * From Python: `surogate_rl.sft(config)`, `dpo(config)`, `grpo(config, rewards=[function])` take the same keys as a dict, a configuration
   object, or the path of a file.

@@ -248,7 +248,9 @@ class TrainConfig(Section):
     memory_limit_gb: PositiveFloat | None = Field(
         default=None, description="refuse to start above this many GB; default: the machine's memory"
     )
-    max_skipped_steps: PositiveInt = Field(default=5, description="stop after so many non-finite steps in a row")
+    max_skipped_steps: PositiveInt = Field(
+        default=5, description="stop after so many steps in a row that are not finite, or (grpo) in which no completion could be scored"
+    )
     seed: NonNegativeInt = Field(default=42, description="of data order, sampling and fresh weights")
     logging_steps: PositiveInt = Field(default=1, description="steps between two lines of metrics")
     save_steps: NonNegativeInt = Field(default=500, description="steps between two checkpoints; 0: only the final model")

@@ -11,6 +11,7 @@ from surogate_rl.errors import InputError
 T = TypeVar("T")
 
 MAX_REASONS = 3
+PROMPT_LIMIT = "rollouts.max_prompt_length"
 
 
 class DataError(InputError):
@@ -66,7 +67,7 @@ class DatasetReport:
             self.reasons.append(f"{where}: {reason}")
 
     def __str__(self) -> str:
-        said = [f"{self.path} ({self.type}): {self.rows} rows, {self.kept} kept"]
+        said = [f"{self.path} ({self.type}): {self.rows} row{'' if self.rows == 1 else 's'}, {self.kept} kept"]
         if self.items != self.kept:
             said.append(
                 f"{self.items} examples ({self.split} conversations were split, since their earlier turns look otherwise once more follows)"
@@ -156,8 +157,8 @@ def require_usable(report: DatasetReport, limit_name: str, limit: int | None, ki
         raise DataError(f"{report.path}: the data set is empty (0 rows); check the path and the split")
     lost = report.untrained + report.unusable
     if 2 * lost > report.rows:
-        detail = f"{report.untrained} of {report.rows} have no token to train" + (
-            f", {report.unusable} are not rendered exactly by the chat template" if report.unusable else ""
+        detail = f"{report.untrained} of {report.rows} {'has' if report.untrained == 1 else 'have'} no token to train" + (
+            f", {_are(report.unusable)} not rendered exactly by the chat template" if report.unusable else ""
         )
         reasons = "".join(f"\n    {reason}" for reason in report.reasons)
         raise DataError(
@@ -166,9 +167,15 @@ def require_usable(report: DatasetReport, limit_name: str, limit: int | None, ki
         )
     if report.kept == 0:
         raise DataError(
-            f"{report.path}: no {kind} is left of {report.rows} rows: {report.overlong} are longer than {limit_name} ({limit})"
-            + (f", {report.untrained} have no token to train" if report.untrained else "")
-            + (f", {report.unusable} are not rendered exactly by the chat template" if report.unusable else "")
+            f"{report.path}: no {kind} is left of {report.rows} row{'s' if report.rows > 1 else ''}: "
+            f"{_are(report.overlong)} longer than {limit_name} ({limit})"
+            + (f", {report.untrained} with no token to train" if report.untrained else "")
+            + (f", {_are(report.unusable)} not rendered exactly by the chat template" if report.unusable else "")
             + f"; raise {limit_name}"
-            + (" or set `overlong: truncate`" if limit_name == "sequence_len" else "")
+            + (" or set overlong: truncate" if limit_name == "sequence_len" else "")
+            + (", which is by default what sequence_len leaves beside max_completion_length" if limit_name == PROMPT_LIMIT else "")
         )
+
+
+def _are(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'}"

@@ -310,9 +310,10 @@ def _hub(config: DatasetConfig) -> Source:
         loaded = hf.load_dataset(config.path, config.name, split=config.split)
     except Exception as error:  # the library raises many kinds for one cause: it is not there, or cannot be reached
         first = str(error).strip().split("\n")[0]
+        which = f"{f'name {config.name!r}, ' if config.name else ''}split '{config.split}'"
         raise DataError(
-            f"cannot load the data set '{config.path}' (name {config.name}, split '{config.split}') from the Hugging Face hub: "
-            f"{type(error).__name__}: {first}; it is no local path either (looked for {Path(config.path).absolute()})"
+            f"datasets: cannot load '{config.path}' ({which}) from the Hugging Face hub: {type(error).__name__}: {first}; "
+            f"it is no local path either (looked for {Path(config.path).absolute()})"
         ) from error
     return _table(loaded, config)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_rl.data.convert import Converter, Prompt
 from surogate_rl.data.detect import CHAT_COLUMNS, detect
-from surogate_rl.data.report import DataError, DataReport, DatasetReport, Loaded, UnusableRow, require_usable
+from surogate_rl.data.report import PROMPT_LIMIT, DataError, DataReport, DatasetReport, Loaded, UnusableRow, require_usable
 from surogate_rl.data.sources import open_source
 from surogate_rl.data.template import ChatTemplate, require_chat_template
 from surogate_rl.data.tokens import Tokens
@@ -72,7 +72,7 @@ def load_tasks(
                 report.items += 1
                 report.tokens += length
                 tasks.append(task)
-        require_usable(report, "max_prompt_length", max_prompt_length, "prompt")
+        require_usable(report, PROMPT_LIMIT, max_prompt_length, "prompt")
         reports.append(report)
         offset += len(source)
     return Loaded(tasks, DataReport(tuple(reports)))

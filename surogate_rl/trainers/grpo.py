@@ -28,6 +28,7 @@ from surogate_rl.trainers.sampling import Rollouts, stream_settings
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import require_same_rows
+from surogate_rl.trainers.unscored import UnscoredSteps
 from surogate_rl.trainers.update import LogpSettings
 
 
@@ -66,6 +67,7 @@ class Grpo:
         self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None
         self._log = RolloutLog(session.output_dir / "rollouts", session.loaded.tokenizer)
         self._num_tokens = 0
+        self._unscored = UnscoredSteps(config.max_skipped_steps)
 
     @property
     def total_steps(self) -> int:
@@ -92,6 +94,8 @@ class Grpo:
         else:
             sequences = {}
         values |= self._rewards.report().metrics()
+        if groups and (note := self._unscored(step, [episode for group in groups for episode in group.episodes])):
+            self._session.progress.note(note)
         if self._budget is not None:
             self._budget.observe(batch.used)
             values |= self._budget.metrics()
@@ -171,7 +175,6 @@ class Grpo:
         session, config = self._session, self._config
         lr = self._schedule(session.learner.update_count)
         if not sequences:
-            session.progress.note(f"step {step}: no completion could be scored; nothing was learned")
             return {"learning_rate": lr, "grad_norm": 0.0}
         norms = []
         for iteration in range(config.loss.num_iterations):

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surogate_rl._core import ModelSpec
 from surogate_rl.checkpoint import CheckpointStore
 from surogate_rl.config.resolve import write_resolved
 from surogate_rl.config.schema import SftConfig, TrainConfig
 from surogate_rl.console import Progress
+from surogate_rl.errors import InputError
 from surogate_rl.learner import Compute, Learner, LoraSettings
 from surogate_rl.models import LoadedModel, load_adapter, load_model
 from surogate_rl.trainers.output import CHECKPOINTS, CONFIG_FILE, check_output, claimed
@@ -98,12 +100,22 @@ def make_learner(config: TrainConfig, loaded: LoadedModel, max_tokens: int) -> L
     return Learner(loaded.spec, **smallest)
 
 
+def check_context(config: TrainConfig, spec: ModelSpec) -> None:
+    """Raises InputError if rows of `sequence_len` tokens would have positions that the model never learned."""
+    if config.sequence_len > spec.max_positions:
+        raise InputError(
+            f"sequence_len: {config.sequence_len} is more than the model's context of {spec.max_positions} tokens "
+            f"(max_position_embeddings of {config.model}); set sequence_len: {spec.max_positions} or less"
+        )
+
+
 @contextmanager
 def open_session(command: str, config: TrainConfig, max_tokens: int, logp: Callable[[LoadedModel], LogpSettings]) -> Iterator[Session]:
     """Loads the model into a learner for micro-batches of `max_tokens` tokens; writes nothing before that has succeeded. The output
     folder is this session's alone until it ends."""
     check_output(config)
     loaded = load_model(config.model, tokenizer=config.tokenizer, chat_template=config.chat_template, init=config.init, seed=config.seed)
+    check_context(config, loaded.spec)
     learner = make_learner(config, loaded, max_tokens)
     learner.load_weights(loaded.weights())
     if config.adapter is not None:

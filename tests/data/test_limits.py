@@ -53,7 +53,7 @@ def test_truncation_that_takes_most_labels_is_an_error(make_tokenizer: Make, wri
 
 def test_nothing_left_is_an_error_with_numbers(make_tokenizer: Make, write_rows: Write) -> None:
     path = write_rows([chat("hi", "yes")] * 3)
-    with pytest.raises(DataError, match=r"no example is left of 3 rows: 3 are longer than sequence_len \(4\).*set `overlong: truncate`"):
+    with pytest.raises(DataError, match=r"no example is left of 3 rows: 3 are longer than sequence_len \(4\).*set overlong: truncate"):
         load_examples([DatasetConfig(path=path)], make_tokenizer(), sequence_len=4)
 
 

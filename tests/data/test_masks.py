@@ -183,7 +183,7 @@ def test_answer_verified_word_for_word_where_the_prompt_opens_a_thought(
 
 def test_template_that_drops_what_it_prompts_for_is_refused(make_tokenizer: Make, templates: dict[str, str], write_rows: Write) -> None:
     tokenizer = make_tokenizer(templates["opened_thinking"], eos="<|eos|>")
-    with pytest.raises(DataError, match=r"1 are not rendered exactly.*set a chat_template") as caught:
+    with pytest.raises(DataError, match=r"1 is not rendered exactly.*set a chat_template") as caught:
         load([chat("hi", "<think>\nyes\n</think>\n\nHello")], tokenizer, write_rows)
     assert "in a way that generation could not give" in str(caught.value)
     assert "rows.jsonl:1" in str(caught.value)

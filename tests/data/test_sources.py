@@ -110,7 +110,9 @@ def test_hub_data_come_through_load_dataset(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_hub_out_of_reach_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=r"cannot load the data set 'no-such/thing' .* from the Hugging Face hub: .*no local path either"):
+    with pytest.raises(
+        DataError, match=r"datasets: cannot load 'no-such/thing' \(split 'train'\) from the Hugging Face hub: .*no local path either"
+    ):
         rows_of("no-such/thing")
 
 

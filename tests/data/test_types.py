@@ -248,7 +248,9 @@ def test_long_prompts_are_filtered_and_counted(make_tokenizer: Make, write_rows:
     length = len(tokenizer("hi hi ")["input_ids"])
     assert len(load_tasks([DatasetConfig(path=first)], tokenizer, max_prompt_length=length).items) == 2
     assert len(load_tasks([DatasetConfig(path=first)], tokenizer, max_prompt_length=length - 1).items) == 1
-    with pytest.raises(DataError, match=r"no prompt is left of 4 rows: 4 are longer than max_prompt_length \(1\); raise max_prompt_length"):
+    with pytest.raises(
+        DataError, match=r"no prompt is left of 4 rows: 4 are longer than rollouts.max_prompt_length \(1\); raise rollouts.max_prompt"
+    ):
         load_tasks([DatasetConfig(path=first)], tokenizer, max_prompt_length=1)
 
 
