@@ -164,9 +164,11 @@ class _Lowercase(logging.Formatter):
 
 def _quiet_libraries() -> None:
     """Progress bars of the libraries are for terminals."""
-    handler = _ToStderr()
-    handler.setFormatter(_Lowercase("%(levelname)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    root = logging.getLogger()
+    if not any(isinstance(handler, _ToStderr) for handler in root.handlers):
+        handler = _ToStderr()
+        handler.setFormatter(_Lowercase("%(levelname)s: %(message)s"))
+        root.addHandler(handler)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
