@@ -40,11 +40,14 @@ class RewardFunction:
     source: FileSource | PickledSource
 
 
-def load_functions(rewards: Sequence[RewardConfig | Callable[..., Any] | str], default_timeout: float = 30.0) -> list[RewardFunction]:
+def load_functions(
+    rewards: Sequence[RewardConfig | Callable[..., Any] | str], default_timeout: float = 30.0, *, alone: bool = True
+) -> list[RewardFunction]:
     """Finds every function and reads its signature.
 
     Args:
         rewards: entries of the configuration, names, or Python callables. Relative paths count from the working directory.
+        alone: nothing else gives rewards, so that one of them must have a weight.
 
     Raises:
         RewardError: what cannot be found, loaded or called, and why.
@@ -62,7 +65,7 @@ def load_functions(rewards: Sequence[RewardConfig | Callable[..., Any] | str], d
         function, source, name, options = _from_callable(target) if target is not None else _from_name(label, options)
         name = _unique(name, {known.name for known in functions})
         functions.append(RewardFunction(name, weight, timeout, plan_call(name, function, options), source))
-    if functions and all(function.weight == 0 for function in functions):
+    if alone and functions and all(function.weight == 0 for function in functions):
         raise RewardError("every reward has weight 0: nothing would be learned")
     return functions
 

@@ -48,6 +48,7 @@ def load_rewards(
     *,
     workers: int = 2,
     start_timeout: float = 120.0,
+    environment_weight: float | None = None,
 ) -> RewardRunner:
     """Finds the functions, starts the workers and loads the functions there.
 
@@ -58,22 +59,28 @@ def load_rewards(
         rewards: entries of the configuration, names of built-in rewards, ``path/file.py:fn``, or Python callables.
         workers: processes.
         start_timeout: seconds within which a worker has to be ready.
+        environment_weight: of the reward that an episode's environment gives itself; None: it gives none, or of weight 1.
 
     Raises:
         RewardError: a reward that cannot be found, read, called or loaded.
         WorkersUnavailable: no worker could be started.
     """
-    return RewardRunner(load_functions(rewards), workers=workers, start_timeout=start_timeout)
+    functions = load_functions(rewards, alone=not environment_weight)
+    weight = 1.0 if environment_weight is None else environment_weight
+    return RewardRunner(functions, workers=workers, start_timeout=start_timeout, environment_weight=weight)
 
 
 class RewardRunner:
     """Owns the workers. Close it, or use it in a ``with`` statement; the workers die with this process in any case."""
 
-    def __init__(self, functions: Sequence[RewardFunction], *, workers: int = 2, start_timeout: float = 120.0) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunction], *, workers: int = 2, start_timeout: float = 120.0, environment_weight: float = 1.0
+    ) -> None:
         if workers < 1:
             raise ValueError(f"reward workers: {workers}, expected at least 1")
         self._functions = list(functions)
         self._workers = workers
+        self._environment_weight = environment_weight
         self._state = TrainerState()
         self._lock = threading.Lock()
         self._report = RewardReport()
@@ -127,7 +134,7 @@ class RewardRunner:
 
         The reward is the sum of weight * value over the functions that apply (None: does not). It is None if a function with a weight
         failed, or if none with a weight applies. Episodes that have an `error` already stay unscored and are shown to no function.
-        An environment's own reward counts as one more function, "environment", of weight 1.
+        An environment's own reward counts as one more function, "environment".
 
         Raises:
             RewardError: a function for batches gave the wrong number of rewards.
@@ -186,8 +193,10 @@ class RewardRunner:
             episode.rewards[_ENVIRONMENT] = value if good else None
             outcome = Outcome(value) if good else Outcome(None, "non_finite", f"returned {value}")
             self._count(_ENVIRONMENT, outcome)
-            if good:
-                terms.append(value)
+            if self._environment_weight == 0:
+                pass
+            elif good:
+                terms.append(self._environment_weight * value)
             else:
                 failures.append(f"reward {_ENVIRONMENT!r}: {_headline(outcome)}")
         total = sum(terms)

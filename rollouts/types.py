@@ -135,12 +135,14 @@ class Observation:
         done: the episode is over.
         truncated: it is over because of a limit (of length, or the environment's own on turns), neither won nor lost.
         reward: of the policy's last turn; None: nothing to say.
+        turn: the policy's last turn as a message with its parts (``tool_calls``...), where the environment has taken it apart.
     """
 
     messages: list[Message] = field(default_factory=list)
     done: bool = False
     reward: float | None = None
     truncated: bool = False
+    turn: Message | None = None
 
 
 @dataclass
@@ -176,11 +178,13 @@ class Episode:
         sample: its number within the group.
         segments: what is trained; one unless the chat template rewrote history.
         messages: the whole conversation, the policy's turns included.
-        completion: text of what the policy said (of all turns, in order).
+        completion: text of the policy's last turn: its answer.
+        raw_completion: the same with control tokens, but for the one that ended it.
         truncated: ended by a limit, not by the policy or the environment.
         turns: turns that the policy has taken.
         turn_rewards: what the environment gave for each of them; 0 where it said nothing.
-        environment_reward: their sum and the environment's final reward, or None if it never said anything.
+        final_reward: what the environment gave for the episode as a whole (`finish`), or None.
+        environment_reward: the sum of all these, or None if the environment never gave any.
         cut: which limit ended it; None: it ended by itself.
         depth_cap: the cap on depth that was in force for it; None: none was.
         went_on: whether it had been drawn to go on past the cap; None: there was no cap.
@@ -195,10 +199,12 @@ class Episode:
     segments: list[Segment] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     completion: str = ""
+    raw_completion: str = ""
     finish_reason: FinishReason = "stop"
     truncated: bool = False
     turns: int = 0
     turn_rewards: list[float] = field(default_factory=list)
+    final_reward: float | None = None
     environment_reward: float | None = None
     cut: Cut | None = None
     depth_cap: int | None = None
@@ -210,14 +216,29 @@ class Episode:
     error: str | None = None
 
     @property
+    def cut_by_budget(self) -> bool:
+        """Whether a cap on depth ended it, and not one of the run's own limits."""
+        return self.went_on is False and self.cut in ("turns", "tokens")
+
+    @property
     def sampled_tokens(self) -> int:
         """Over all turns."""
         return sum(segment.sampled.count(True) for segment in self.segments)
 
 
 class Environment(Protocol):
-    """Made by a factory, one per episode."""
+    """Made by a factory, one per episode. The methods of a user's own may also be plain functions.
 
-    async def reset(self, task: Task, seed: int) -> Observation: ...
-    async def step(self, episode: Episode, action: str) -> Observation: ...
+    Besides these, an environment may have ``finish(episode) -> float | None``, which is asked for a final reward once the episode is over,
+    by itself or by a limit.
+    """
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        """What it says before the policy's first turn, behind the task's prompt. `seed` is the episode's own."""
+        ...
+
+    async def step(self, episode: Episode, action: str) -> Observation:
+        """Its answer to the policy's turn `action` (the turn's text; `episode` has the rest of what there is)."""
+        ...
+
     async def close(self) -> None: ...

@@ -18,6 +18,7 @@ from surogate_rl.config.schema import (
     DynamicSamplingConfig,
     EvalConfig,
     PolicyLossConfig,
+    EnvironmentConfig,
     PreferenceLossConfig,
     RewardConfig,
     RolloutsConfig,
@@ -32,11 +33,12 @@ One YAML file per run: `surogate-rl sft|dpo|grpo config.yaml`. This page is made
 
 * Unknown and duplicate keys, wrong types and combinations that cannot work are errors; all of a file are shown at once, each with its line.
 * Numbers are what they look like: `1e-5` and `5E-6` are numbers, only `true` and `false` are booleans, `no` is text.
-* A plain string in `datasets` stands for `{path: string}`, in `rewards` for `{name: string}`; `loss: dapo` stands for `{loss_type: dapo}`.
+* A plain string in `datasets` stands for `{path: string}`, in `rewards` for `{name: string}`; `loss: dapo` stands for `{loss_type: dapo}`,
+  `environment: tools` for `{name: tools}`.
 * `--set rollouts.num_generations=16` replaces a key, `--set datasets.0.path=rows.jsonl` one of a list's items. It may be repeated.
 * `--dry-run` prints every key with its value, the memory plan and the steps, and loads nothing.
-* Paths of files count from the folder of the configuration if there is something, else from the folder you start in; `output_dir` and what is
-  given by `--set` count from the folder you start in.
+* Paths of files count from the folder of the configuration if there is something, else from the folder you start in; `output_dir` and what
+  is given by `--set` count from the folder you start in.
 * A run writes its configuration, with every default filled in, to `output_dir/config.yaml`; that file runs as it stands.
 * From Python: `surogate_rl.sft(config)`, `dpo(config)`, `grpo(config, rewards=[function])` take the same keys as a dict, a configuration
   object, or the path of a file.
@@ -85,6 +87,7 @@ def render() -> str:
         ("`rollouts.dynamic_sampling`", DynamicSamplingConfig),
         ("`loss` of sft", SftLossConfig),
         ("`loss` of dpo", PreferenceLossConfig),
+        ("`environment`", EnvironmentConfig),
         ("`loss` of grpo", PolicyLossConfig),
     ]
     for title, model in sections:

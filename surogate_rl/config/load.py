@@ -299,8 +299,6 @@ def _sentence(kind: str, path: KeyPath, value: Any, command: Command) -> str:
         return f"missing key '{where}'" + (f": {meaning}" if meaning else "")
     if kind == "extra_forbidden":
         return f"{where}: {_NOT_YET[path]}" if path in _NOT_YET else unknown_key(command, path)
-    if path == ("environment",) and isinstance(value, dict):
-        return "environment: environments of several turns are not there yet; write environment: single_turn"
     if kind == "too_short" and value == []:
         return f"{where}: the list is empty; it needs at least one item"
     if kind == "string_too_short":
@@ -353,6 +351,8 @@ def _repair(data: Any, path: KeyPath, kind: str) -> None:
 
 
 def _expand_shorthands(data: dict[str, Any], command: Command) -> None:
+    if command == "grpo" and isinstance(data.get("environment"), str):
+        data["environment"] = {"name": data["environment"]}
     """A plain string for a section or for a list of one, in place: the schema says where which is meant."""
     if isinstance(data.get("loss"), str):
         data["loss"] = {"loss_type": data["loss"]}

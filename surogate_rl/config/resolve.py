@@ -18,6 +18,7 @@ from surogate_rl.config.schema import (
     DynamicSamplingConfig,
     EvalConfig,
     GrpoConfig,
+    EnvironmentConfig,
     PolicyLossConfig,
     RewardConfig,
     SamplingConfig,
@@ -35,6 +36,7 @@ LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 DEFAULT_EVAL_COMPLETION = 256
 
 Config = TypeVar("Config", bound=TrainConfig)
+DEFAULT_MAX_TURNS = 10
 
 
 def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool = False, planning: bool = False) -> list[Problem]:
@@ -309,13 +311,20 @@ def _policy_loss_problems(loss: PolicyLossConfig) -> Iterator[Problem]:
 
 
 def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]:
-    if not config.rewards and not rewards_given:
+    yield from _environment_problems(config.environment)
+    rewarding = _rewards_itself(config.environment)
+    if not config.rewards and not rewards_given and not rewarding:
         yield Problem("rewards: grpo needs at least one, such as 'rewards: [exact_match]' or path/file.py:function", ("rewards",))
     yield from _reward_problems(config.rewards, ("rewards",))
-    if config.rewards and not rewards_given and all(reward.weight == 0 for reward in config.rewards):
+    if config.rewards and not rewards_given and not rewarding and all(reward.weight == 0 for reward in config.rewards):
         yield Problem("rewards: every weight is 0, there is nothing to learn from; give one a weight", ("rewards",))
-    if config.environment != "single_turn":
-        yield Problem(f"environment: '{config.environment}' is not there yet; write single_turn or remove the key", ("environment",))
+    if config.environment.turn_credit != "none" and config.loss.loss_type in ("gspo", "rloo"):
+        yield Problem(
+            f"environment.turn_credit: {config.environment.turn_credit} gives tokens advantages of their own, but {config.loss.loss_type} "
+            "has one ratio and one advantage for the whole sequence; set it to none, or use another loss such as grpo or dr_grpo",
+            ("environment", "turn_credit"),
+            (("loss", "loss_type"),),
+        )
     if config.gradient_accumulation_steps != 1:
         yield Problem(
             "gradient_accumulation_steps: a grpo step is rollouts.prompts_per_step x rollouts.num_generations completions, "
@@ -329,6 +338,46 @@ def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]
 def _eval_problems(config: TrainConfig, evaluation: EvalConfig) -> Iterator[Problem]:
     if evaluation.samples > 1 and evaluation.temperature == 0:
         yield Problem(
+def _environment_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
+    """The name, the options of a built-in one, and the files of a user's own."""
+    from surogate_rl.rollouts.environments import EnvironmentConfigError, check_environment, parse_name
+
+    name: KeyPath = ("environment", "name")
+    try:
+        kind, target = parse_name(environment.name)
+    except EnvironmentConfigError as error:
+        yield Problem(f"environment: {error}", name, (("environment",),))
+        return
+    try:
+        check_environment(environment.name, environment.args)
+    except EnvironmentConfigError as error:
+        key = str(error).partition(":")[0].removeprefix("args.")
+        where: KeyPath = ("environment", "args", key) if key in environment.args else ("environment", "args")
+        yield Problem(f"environment.{error}", where, (("environment", "args"), name, ("environment",)))
+    if kind != "verifiers" and target.rpartition(":")[0].endswith(".py"):
+        yield from _file_problems(target.rpartition(":")[0], name)
+    if kind == "tools":
+        tools = environment.args.get("tools", [])
+        for index, tool in enumerate([tools] if isinstance(tools, str) else tools if isinstance(tools, list) else []):
+            if isinstance(tool, str):
+                yield from _function_problems(tool, ("environment", "args", "tools", index))
+    if kind == "single_turn" and environment.max_turns not in (None, 1):
+        yield Problem(
+            f"environment.max_turns: single_turn has one turn, {environment.max_turns} asked for; remove it, or name another environment",
+            ("environment", "max_turns"),
+        )
+
+
+def _rewards_itself(environment: EnvironmentConfig) -> bool:
+    """Whether the environment's own reward is worth something."""
+    from surogate_rl.rollouts.environments import EnvironmentConfigError, gives_rewards
+
+    try:
+        return environment.weight != 0 and gives_rewards(environment.name)
+    except EnvironmentConfigError:
+        return True  # what is wrong with it is said elsewhere
+
+
             f"eval.samples: {evaluation.samples} greedy completions are all alike; set eval.temperature above 0 or samples: 1",
             ("eval", "samples"),
             (("eval", "temperature"),),
@@ -383,7 +432,14 @@ def find_idle_keys(config: TrainConfig) -> list[Problem]:
 
 
 def _idle_grpo(config: GrpoConfig, idle: Callable[..., None]) -> None:
-    rollouts = config.rollouts
+    rollouts, environment = config.rollouts, config.environment
+    if environment.name == "single_turn":
+        keys = ("timeout", "turn_credit", "turn_discount")
+        idle(environment, EnvironmentConfig(), keys, "environment.name is single_turn", ("environment",))
+    elif environment.turn_credit == "none":
+        idle(environment, EnvironmentConfig(), ("turn_discount",), "environment.turn_credit is none", ("environment",))
+    if environment.name in ("single_turn", "tools"):
+        idle(environment, EnvironmentConfig(), ("weight",), f"{environment.name} gives no reward of its own", ("environment",))
     if config.loss.mismatch == "none" or (
         config.loss.mismatch == "auto" and rollouts.engine in ("auto", "native") and rollouts.max_staleness == 0
     ):
@@ -424,6 +480,8 @@ def resolve(config: Config) -> Config:
             }
         )
         if evaluation is not None:
+        turns = config.environment.max_turns or (1 if config.environment.name == "single_turn" else DEFAULT_MAX_TURNS)
+        update["environment"] = config.environment.model_copy(update={"max_turns": turns})
             update["eval"] = evaluation.model_copy(
                 update={
                     "rewards": evaluation.rewards or config.rewards,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,12 @@ REFERENCE = "reference"
 
 
 def load_tasks(
-    datasets: Sequence[DatasetConfig], tokenizer: PreTrainedTokenizerBase, *, max_prompt_length: int | None, seed: int = 0
+    datasets: Sequence[DatasetConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int | None,
+    seed: int = 0,
+    prepare: Callable[[Task], Task] | None = None,
 ) -> Loaded[Task]:
     """Tasks in the order of data sets and rows; prompts longer than `max_prompt_length` tokens are filtered out and counted.
 
@@ -32,6 +37,8 @@ def load_tasks(
     row itself holds (`completion`, or the assistant's last message) is their column ``reference``, since ``completion`` is the policy's.
     reasoning_gym rows have the columns ``question``, ``answer``, ``metadata``, ``entry`` (the whole entry, for `score_answer`) and
     ``reasoning_gym`` ({task, args}).
+
+    `prepare` adds to a task what its environment shows to the policy, such as tools, before its prompt is measured.
 
     `Task.index` counts rows over all data sets, filtered ones too, so that it is unique.
 
@@ -56,6 +63,8 @@ def load_tasks(
                 where = source.where(index)
                 prompt = convert.prompt(row, where)
                 task = Task(offset + index, prompt.messages, prompt.text, _columns(row, prompt), prompt.tools)
+                if prepare is not None:
+                    task = prepare(task)
                 try:
                     made.append((task, *_rendered(task, tokens, template)))
                 except UnusableRow as error:

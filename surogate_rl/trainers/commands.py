@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from surogate_rl.config.schema import DpoConfig, GrpoConfig, SftConfig
+from surogate_rl.config.schema import DpoConfig, EnvironmentConfig, GrpoConfig, SftConfig
 from surogate_rl.rewards import load_rewards
+from surogate_rl.rollouts.environments import gives_rewards
 from surogate_rl.trainers import dpo, grpo, sft
 from surogate_rl.trainers.loop import RunResult, train
 from surogate_rl.trainers.output import check_output
@@ -26,10 +27,16 @@ def run_dpo(config: DpoConfig) -> RunResult:
         return train(session, dpo.Dpo(session, config, held_out))
 
 
+def own_weight(environment: EnvironmentConfig) -> float | None:
+    """The weight of the environment's own reward; None where it gives none."""
+    return environment.weight if gives_rewards(environment.name) else None
+
+
 def run_grpo(config: GrpoConfig, rewards: Sequence[Callable[..., Any]] = ()) -> RunResult:
     """`rewards` are Python functions beside those that the config names."""
     check_output(config)
-    runner = load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers)
+    weight = own_weight(config.environment)
+    runner = load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers, environment_weight=weight)
     try:
         with open_session(
             "grpo", config, grpo.micro_batch_tokens(config), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab)

@@ -10,6 +10,7 @@ from surogate_rl.config.schema import EvalConfig, GrpoConfig
 from surogate_rl.data import load_tasks
 from surogate_rl.errors import InputError
 from surogate_rl.rewards import RewardRunner, load_rewards
+from surogate_rl.rollouts.environments import gives_rewards
 from surogate_rl.rollouts.manager import Group, RolloutManager
 from surogate_rl.rollouts.types import Task
 from surogate_rl.trainers.sampling import Rollouts
@@ -19,7 +20,7 @@ DEFAULT_COMPLETION_LENGTH = 256
 
 
 class RewardEvaluation:
-    """Samples completions of held-out prompts and scores them.
+    """Samples completions of held-out prompts, in the environment that `rollouts` trains in, and scores them.
 
     The same prompts get the same seeds at every evaluation, so that two of them differ by the weights alone.
     """
@@ -27,7 +28,7 @@ class RewardEvaluation:
     def __init__(self, session: Session, config: EvalConfig, rollouts: Rollouts, rewards: RewardRunner | None = None) -> None:
         self._config = config
         self._rollouts = rollouts
-        self._owned = load_rewards(config.rewards, workers=2) if config.rewards else None
+        self._owned = load_rewards(config.rewards, workers=2, environment_weight=environment_weight(session)) if config.rewards else None
         runner = self._owned or rewards
         if runner is None:
             raise InputError("eval.rewards: there is nothing to score completions with; name at least one reward")
@@ -37,10 +38,12 @@ class RewardEvaluation:
             session.loaded.tokenizer,
             max_prompt_length=min(session.config.sequence_len, session.loaded.spec.max_positions) - 1,
             seed=session.config.seed,
+            prepare=rollouts.environments.prepare,
         )
         self.tasks: list[Task] = list(loaded.items)
         runner.check_columns(task.columns for task in self.tasks)
-        self._manager: RolloutManager = rollouts.manager(runner, "single_turn", completion_length(session, config), session.config.seed)
+        rollouts.environments.check_columns(self.tasks)
+        self._manager: RolloutManager = rollouts.manager(runner, completion_length(session, config), session.config.seed)
 
     def __call__(self, step: int) -> dict[str, float]:
         """Metrics named as TRL names them, ``eval_`` before each; ``mean@k`` and ``pass@k`` over k completions of a prompt."""
@@ -52,6 +55,11 @@ class RewardEvaluation:
     def close(self) -> None:
         if self._owned is not None:
             self._owned.close()
+
+
+def environment_weight(session: Session) -> float | None:
+    config = session.config
+    return config.environment.weight if isinstance(config, GrpoConfig) and gives_rewards(config.environment.name) else None
 
 
 def completion_length(session: Session, config: EvalConfig) -> int:

@@ -24,7 +24,7 @@ from surogate_rl.trainers.loop import Clock, seeded
 from surogate_rl.trainers.reference import Reference
 from surogate_rl.trainers.rollout_log import RolloutLog
 from surogate_rl.trainers.rollout_metrics import rollout_metrics
-from surogate_rl.trainers.sampling import Rollouts, stream_settings
+from surogate_rl.trainers.sampling import Rollouts, open_environments, stream_settings
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import require_same_rows
@@ -48,11 +48,19 @@ class Grpo:
         rollouts = config.rollouts
         context = min(config.sequence_len, session.loaded.spec.max_positions)
         prompt_room = rollouts.max_prompt_length or context - rollouts.max_completion_length
-        loaded = load_tasks(config.datasets, session.loaded.tokenizer, max_prompt_length=prompt_room, seed=config.seed)
+        environments = open_environments(config.environment, session.loaded.tokenizer)
+        loaded = load_tasks(
+            config.datasets,
+            session.loaded.tokenizer,
+            max_prompt_length=prompt_room,
+            seed=config.seed,
+            prepare=environments.prepare,
+        )
         session.progress.note(str(loaded.report))
         self.tasks = loaded.items
         rewards.check_columns(task.columns for task in self.tasks)
         self._order = StepOrder(len(self.tasks), rollouts.prompts_per_step, config.seed, wrap=True)
+        environments.check_columns(self.tasks)
         self._updates_per_step = config.loss.num_iterations * config.loss.num_minibatches
         self._schedule = Schedule.from_config(config, self.total_steps * self._updates_per_step)
         self._objective = make_objective(
@@ -60,9 +68,9 @@ class Grpo:
         )
         self._logp = session.updater.logp
         self._reference = Reference(session, config) if self._objective.needs_reference else None
-        self._rollouts = Rollouts(session, sequences_together(config), rollouts.kv_cache_gb)
+        self._rollouts = Rollouts(session, sequences_together(config), rollouts.kv_cache_gb, environments)
+        manager = self._rollouts.manager(rewards, rollouts.max_completion_length, config.seed)
         self._budget: Budget | None = None
-        manager = self._rollouts.manager(rewards, config.environment, rollouts.max_completion_length, config.seed)
         self._rollouts.stream(manager, self._task, rollouts, self.total_steps, self._budget)
         self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None
         self._log = RolloutLog(session.output_dir / "rollouts", session.loaded.tokenizer)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from surogate_rl.config.schema import RolloutsConfig, SamplingConfig
+from surogate_rl.config.schema import EnvironmentConfig, RolloutsConfig, SamplingConfig
 from surogate_rl.data import encode_prompt
 from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.engines.timed import TimedEngine
-from surogate_rl.rollouts.environments import environment_factory
+from surogate_rl.rollouts.environments import Environments, make_environments
+from surogate_rl.rollouts.environments.calls import EnvironmentCalls
 from surogate_rl.rollouts.episode import EpisodeRunner
 from surogate_rl.rollouts.manager import Group, RolloutManager
 from surogate_rl.rollouts.plan import Budget
@@ -20,6 +21,9 @@ from surogate_rl.trainers.event_loop import EventLoop
 from surogate_rl.trainers.kv_cache import cache_tokens
 from surogate_rl.trainers.session import Session
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class Rollouts:
     """Samples with the session's weights. One engine serves every manager and the stream of training groups that are made here.
@@ -27,23 +31,31 @@ class Rollouts:
     Args:
         sequences: decoded together, at the most.
         kv_cache_gb: bound of the cache; None: a part of what is free.
+        environments: that training and evaluation play in; None: single_turn. Closed with it.
     """
 
-    def __init__(self, session: Session, sequences: int, kv_cache_gb: float | None = None) -> None:
+    def __init__(
+        self, session: Session, sequences: int, kv_cache_gb: float | None = None, environments: Environments | None = None
+    ) -> None:
         self._session = session
+        self.environments = environments or open_environments(EnvironmentConfig(max_turns=1), session.loaded.tokenizer)
+        self._calls = EnvironmentCalls(self.environments.timeout)
         self.loop = EventLoop()
         self.engine = TimedEngine(make_engine(session, sequences, kv_cache_gb))
         self._stream: RolloutStream | None = None
         self._held = False
 
-    def manager(self, rewards: RewardRunner, environment: str, max_completion_length: int, seed: int) -> RolloutManager:
+    def manager(self, rewards: RewardRunner, max_completion_length: int, seed: int) -> RolloutManager:
         loaded, config = self._session.loaded, self._session.config
+        context = min(config.sequence_len, loaded.spec.max_positions)
         runner = EpisodeRunner(
             engine=self.engine,
-            make_environment=environment_factory(environment),
+            make_environment=self.environments.make,
             tokenizer=loaded.tokenizer,
             encode=lambda task: encode_prompt(task, loaded.tokenizer),
-            limits=EpisodeLimits(max_completion_length, min(config.sequence_len, loaded.spec.max_positions)),
+            limits=EpisodeLimits(max_completion_length, context, max_turns=self.environments.max_turns),
+            calls=self._calls,
+            inline=self.environments.inline,
         )
         return RolloutManager(runner, rewards, seed)
 
@@ -95,6 +107,8 @@ class Rollouts:
             self.loop.run(self._close())
         finally:
             self.loop.close()
+            self._calls.close()
+            self.environments.close()
 
     def _hold(self) -> None:
         """An update writes to the weights that the engine reads: nothing is decoded until `weights_changed`."""
@@ -119,6 +133,13 @@ class Rollouts:
                 await self._stream.close()
         finally:
             await self.engine.close()
+
+
+def open_environments(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environments:
+    """What ``environment`` names. Raises EnvironmentConfigError where it cannot be used."""
+    made = make_environments(config.name, config.args, tokenizer)
+    made.timeout, made.max_turns = config.timeout, config.max_turns
+    return made
 
 
 def make_engine(session: Session, sequences: int, kv_cache_gb: float | None) -> Engine:

@@ -95,10 +95,15 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lines:
         ("dpo", "loss: mine.py", "loss.loss_type: expected path/file.py:function, got 'mine.py'"),
         (
             "grpo",
-            "environment: {type: tool}",
-            "environment: environments of several turns are not there yet; write environment: single_turn",
+            "environment: {type: tools}",
+            "unknown key 'environment.type'; environment takes name, args, max_turns, timeout, weight, turn_credit, turn_discount",
         ),
-        ("grpo", "environment: multi_turn", "environment: 'multi_turn' is not there yet; write single_turn or remove the key"),
+        (
+            "grpo",
+            "environment: multi_turn",
+            "environment: unknown environment 'multi_turn'; known: single_turn, tools, text_game:<game>, "
+            "gym:path/file.py:Class, verifiers:<id>, or path/file.py:Class of your own",
+        ),
     ],
 )
 def test_one_line(errors: Lines, command: Command, line: str, message: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from surogate_rl.rollouts.environments import environment_factory
+from surogate_rl.rollouts.environments.single_turn import SingleTurn
 from surogate_rl.rollouts.episode import EpisodeRunner
 from surogate_rl.rollouts.manager import RolloutManager
 from surogate_rl.rollouts.seeds import derive_seed
@@ -57,7 +57,7 @@ class Scorer:
 def manager(engine: Any, environment: Any = None) -> RolloutManager:
     runner = EpisodeRunner(
         engine=engine,
-        make_environment=environment or environment_factory("single_turn"),
+        make_environment=environment or SingleTurn,
         tokenizer=Tokenizer(),  # type: ignore[arg-type]
         encode=lambda task: [1, 2, 3],
         limits=EpisodeLimits(max_completion_length=8, sequence_len=6),
@@ -117,7 +117,7 @@ def test_an_environment_that_raises_loses_its_episode_only() -> None:
             return None
 
     (group,) = asyncio.run(manager(FakeEngine(), Broken).collect(TASKS[:1], 3, PARAMS, visit=1))
-    assert [episode.error for episode in group.episodes] == [None, "environment: KeyError: 'lost'", None]
+    assert [episode.error for episode in group.episodes] == [None, "environment: step: KeyError: 'lost'", None]
     assert group.episodes[0].environment_reward == 2.0
 
 
@@ -126,11 +126,6 @@ def test_a_prompt_that_leaves_no_room_is_named() -> None:
     object.__setattr__(manager_.runner, "limits", EpisodeLimits(8, 3))
     with pytest.raises(ValueError, match="task 5: its prompt of 3 tokens leaves no room for a completion within sequence_len 3"):
         asyncio.run(manager_.collect(TASKS[:1], 1, PARAMS, visit=1))
-
-
-def test_unknown_environment() -> None:
-    with pytest.raises(ValueError, match="unknown environment 'chess'; known: single_turn"):
-        environment_factory("chess")
 
 
 def test_seeds_differ_in_every_part_and_are_64_bits() -> None:
