@@ -16,9 +16,9 @@ from surogate_rl.config.schema import (
     Command,
     DatasetConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     EvalConfig,
     PolicyLossConfig,
-    EnvironmentConfig,
     PreferenceLossConfig,
     RewardConfig,
     RolloutsConfig,
@@ -84,10 +84,11 @@ def render() -> str:
         ("`eval`", EvalConfig),
         ("`rewards`: a list of", RewardConfig),
         ("`rollouts`", RolloutsConfig),
+        ("`rollouts.vllm`", VllmConfig),
+        ("`environment`", EnvironmentConfig),
         ("`rollouts.dynamic_sampling`", DynamicSamplingConfig),
         ("`loss` of sft", SftLossConfig),
         ("`loss` of dpo", PreferenceLossConfig),
-        ("`environment`", EnvironmentConfig),
         ("`loss` of grpo", PolicyLossConfig),
     ]
     for title, model in sections:

@@ -351,9 +351,9 @@ def _repair(data: Any, path: KeyPath, kind: str) -> None:
 
 
 def _expand_shorthands(data: dict[str, Any], command: Command) -> None:
+    """A plain string for a section or for a list of one, in place: the schema says where which is meant."""
     if command == "grpo" and isinstance(data.get("environment"), str):
         data["environment"] = {"name": data["environment"]}
-    """A plain string for a section or for a list of one, in place: the schema says where which is meant."""
     if isinstance(data.get("loss"), str):
         data["loss"] = {"loss_type": data["loss"]}
     if isinstance(data.get("report_to"), str):

@@ -16,9 +16,9 @@ from surogate_rl.config.schema import (
     DatasetConfig,
     DpoConfig,
     DynamicSamplingConfig,
+    EnvironmentConfig,
     EvalConfig,
     GrpoConfig,
-    EnvironmentConfig,
     PolicyLossConfig,
     RewardConfig,
     SamplingConfig,
@@ -34,9 +34,9 @@ LOSS_TYPES: dict[Command, tuple[str, ...]] = {
 }
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 DEFAULT_EVAL_COMPLETION = 256
+DEFAULT_MAX_TURNS = 10
 
 Config = TypeVar("Config", bound=TrainConfig)
-DEFAULT_MAX_TURNS = 10
 
 
 def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool = False, planning: bool = False) -> list[Problem]:
@@ -335,9 +335,6 @@ def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]
         yield Problem("overlong: grpo drops prompts that are too long, a cut prompt asks something else; remove this key", ("overlong",))
 
 
-def _eval_problems(config: TrainConfig, evaluation: EvalConfig) -> Iterator[Problem]:
-    if evaluation.samples > 1 and evaluation.temperature == 0:
-        yield Problem(
 def _environment_problems(environment: EnvironmentConfig) -> Iterator[Problem]:
     """The name, the options of a built-in one, and the files of a user's own."""
     from surogate_rl.rollouts.environments import EnvironmentConfigError, check_environment, parse_name
@@ -378,6 +375,9 @@ def _rewards_itself(environment: EnvironmentConfig) -> bool:
         return True  # what is wrong with it is said elsewhere
 
 
+def _eval_problems(config: TrainConfig, evaluation: EvalConfig) -> Iterator[Problem]:
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        yield Problem(
             f"eval.samples: {evaluation.samples} greedy completions are all alike; set eval.temperature above 0 or samples: 1",
             ("eval", "samples"),
             (("eval", "temperature"),),
@@ -440,6 +440,7 @@ def _idle_grpo(config: GrpoConfig, idle: Callable[..., None]) -> None:
         idle(environment, EnvironmentConfig(), ("turn_discount",), "environment.turn_credit is none", ("environment",))
     if environment.name in ("single_turn", "tools"):
         idle(environment, EnvironmentConfig(), ("weight",), f"{environment.name} gives no reward of its own", ("environment",))
+    idle_vllm(config, idle)
     if config.loss.mismatch == "none" or (
         config.loss.mismatch == "auto" and rollouts.engine in ("auto", "native") and rollouts.max_staleness == 0
     ):
@@ -473,6 +474,8 @@ def resolve(config: Config) -> Config:
     if isinstance(config, GrpoConfig):
         rollouts = config.rollouts
         room = config.sequence_len - rollouts.max_completion_length
+        turns = config.environment.max_turns or (1 if config.environment.name == "single_turn" else DEFAULT_MAX_TURNS)
+        update["environment"] = config.environment.model_copy(update={"max_turns": turns})
         update["rollouts"] = rollouts.model_copy(
             update={
                 "engine": "native" if rollouts.engine == "auto" else rollouts.engine,
@@ -480,8 +483,6 @@ def resolve(config: Config) -> Config:
             }
         )
         if evaluation is not None:
-        turns = config.environment.max_turns or (1 if config.environment.name == "single_turn" else DEFAULT_MAX_TURNS)
-        update["environment"] = config.environment.model_copy(update={"max_turns": turns})
             update["eval"] = evaluation.model_copy(
                 update={
                     "rewards": evaluation.rewards or config.rewards,

@@ -163,6 +163,26 @@ class RolloutsConfig(SamplingConfig):
     reward_workers: PositiveInt = Field(default=2, description="processes that run the rewards")
 
 
+class EnvironmentConfig(Section):
+    """How an episode unfolds. ``environment: tools`` stands for ``{name: tools}``."""
+
+    name: Text = Field(
+        default="single_turn",
+        description="single_turn, tools, text_game:<game>, gym:path/file.py:Class, verifiers:<id>, or path/file.py:Class, your own; "
+        "see docs/environments.md",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="its options; of your own class: keyword arguments")
+    max_turns: PositiveInt | None = Field(default=None, description="turns of the policy at the most; default: 10 (single_turn: 1)")
+    timeout: PositiveFloat = Field(
+        default=60.0, description="seconds for one call of reset, step or close; an environment that takes longer loses its episode"
+    )
+    weight: float = Field(default=1.0, description="factor of the environment's own reward in the weighted sum")
+    turn_credit: Literal["none", "reward_to_go"] = Field(
+        default="none", description="reward_to_go: each turn is credited with what came after it, compared with the group's same turn"
+    )
+    turn_discount: Fraction = Field(default=1.0, description="reward_to_go: factor by which a reward counts less one turn earlier")
+
+
 class EvalConfig(SamplingConfig):
     """Evaluation before, during and after training: by rewards, or (sft and dpo without rewards) the loss on held-out rows."""
 
@@ -248,26 +268,6 @@ class TrainConfig(Section):
     memory_limit_gb: PositiveFloat | None = Field(
         default=None, description="refuse to start above this many GB; default: the machine's memory"
     )
-class EnvironmentConfig(Section):
-    """How an episode unfolds. ``environment: tools`` stands for ``{name: tools}``."""
-
-    name: Text = Field(
-        default="single_turn",
-        description="single_turn, tools, text_game:<game>, gym:path/file.py:Class, verifiers:<id>, or path/file.py:Class, your own; "
-        "see docs/environments.md",
-    )
-    args: dict[str, Any] = Field(default_factory=dict, description="its options; of your own class: keyword arguments")
-    max_turns: PositiveInt | None = Field(default=None, description="turns of the policy at the most; default: 10 (single_turn: 1)")
-    timeout: PositiveFloat = Field(
-        default=60.0, description="seconds for one call of reset, step or close; an environment that takes longer loses its episode"
-    )
-    weight: float = Field(default=1.0, description="factor of the environment's own reward in the weighted sum")
-    turn_credit: Literal["none", "reward_to_go"] = Field(
-        default="none", description="reward_to_go: each turn is credited with what came after it, compared with the group's same turn"
-    )
-    turn_discount: Fraction = Field(default=1.0, description="reward_to_go: factor by which a reward counts less one turn earlier")
-
-
     max_skipped_steps: PositiveInt = Field(
         default=5, description="stop after so many steps in a row that are not finite, or (grpo) in which no completion could be scored"
     )

@@ -59,8 +59,8 @@ class Grpo:
         session.progress.note(str(loaded.report))
         self.tasks = loaded.items
         rewards.check_columns(task.columns for task in self.tasks)
-        self._order = StepOrder(len(self.tasks), rollouts.prompts_per_step, config.seed, wrap=True)
         environments.check_columns(self.tasks)
+        self._order = StepOrder(len(self.tasks), rollouts.prompts_per_step, config.seed, wrap=True)
         self._updates_per_step = config.loss.num_iterations * config.loss.num_minibatches
         self._schedule = Schedule.from_config(config, self.total_steps * self._updates_per_step)
         self._objective = make_objective(

@@ -95,8 +95,8 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lines:
         ("dpo", "loss: mine.py", "loss.loss_type: expected path/file.py:function, got 'mine.py'"),
         (
             "grpo",
-            "environment: {type: tools}",
-            "unknown key 'environment.type'; environment takes name, args, max_turns, timeout, weight, turn_credit, turn_discount",
+            "environment: {type: tool}",
+            "environment: environments of several turns are not there yet; write environment: single_turn",
         ),
         (
             "grpo",
