@@ -22,7 +22,9 @@ from typing import Literal, get_args
 
 import torch
 
-from surogate_rl.objectives.segments import Trained, exp_ratio, k3
+from surogate_rl.batch import PackedBatch
+from surogate_rl.objectives.base import Metrics, TokenStats
+from surogate_rl.objectives.segments import Trained, exp_ratio, field_of, k3, to_metrics
 
 MismatchKind = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"]
 MISMATCH_KINDS: tuple[str, ...] = get_args(MismatchKind)
@@ -81,6 +83,18 @@ class Mismatch:
             full[present] = weight
             weight = trained.spread(full)
         return weight, metrics
+
+
+def measured(stats: TokenStats, batch: PackedBatch) -> Metrics:
+    """The metrics of `Mismatch.weigh` for an objective that does not correct; none for a batch without ``behaviour_logp``."""
+    if "behaviour_logp" not in batch.per_token:
+        return {}
+    trained = Trained.of(batch, stats.logp.device)
+    proximal = trained.take(stats.logp).detach()
+    if "proximal_logp" in batch.per_token:
+        proximal = trained.per_token(field_of(batch, "per_token", "proximal_logp", "the mismatch"))
+    behaviour = trained.per_token(field_of(batch, "per_token", "behaviour_logp", "the mismatch"))
+    return to_metrics(Mismatch().weigh(proximal - behaviour, trained)[1])
 
 
 def _measure(log_ratio: torch.Tensor, weight: torch.Tensor, outside: torch.Tensor) -> dict[str, tuple[torch.Tensor, float]]:

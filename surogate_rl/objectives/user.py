@@ -15,6 +15,7 @@ import torch
 from surogate_rl.batch import PackedBatch, Totals
 from surogate_rl.errors import InputError
 from surogate_rl.objectives.base import Loss, TokenStats, Unit
+from surogate_rl.objectives.mismatch import measured
 
 
 class ObjectiveError(InputError):
@@ -63,7 +64,7 @@ class UserObjective:
                 f"{self.name}: the returned loss does not depend on stats.logp or stats.entropy as far as autograd can see; "
                 "do not detach it or convert it to a number (a loss that is truly constant: add 0 * stats.logp.sum())"
             )
-        metrics = self._metrics(loss.metrics)
+        metrics = {**measured(stats, batch), **self._metrics(loss.metrics)}
         if "loss" not in metrics:
             part = {"token": (batch.num_trained, totals.tokens), "pair": (_num_pairs(batch), totals.pairs)}.get(
                 self.unit, (int((batch.trained_per_sequence() > 0).sum()), totals.sequences)

@@ -137,3 +137,14 @@ def test_the_example_on_nothing_is_zero(tools: SimpleNamespace) -> None:
     result = seeds(objective, logp, None, batch, totals_of(objective, [batch]))
     assert result.loss == 0
     assert (result.dlogp == 0).all()
+
+
+def test_the_gap_to_the_sampler_is_measured_for_every_objective(tools: SimpleNamespace, tmp_path: Path) -> None:
+    own = call(tools, write(tmp_path, "return stats.logp.sum()"))
+    grpo = make_objective(PolicyLossConfig(), command="grpo")
+    batch, logp, entropy = tools.pack_step(tools.make_step())
+    expected = seeds(grpo, logp, entropy, batch, totals_of(grpo, [batch])).metrics
+    names = [name for name in expected if name.startswith("sampling/")]
+    assert len(names) == 7
+    assert {name: own.metrics[name] for name in names} == {name: expected[name] for name in names}
+    assert own.metrics["sampling/kl"][0] > 0
