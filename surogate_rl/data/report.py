@@ -77,7 +77,7 @@ class DatasetReport:
             (self.truncated, "truncated"),
             (self.untrained, "dropped because no token would be trained"),
             (self.unusable, "dropped because the chat template does not render them exactly"),
-            (self.identical_pairs, "pairs with identical sides, which teach nothing"),
+            (self.identical_pairs, f"pair{'' if self.identical_pairs == 1 else 's'} with identical sides, which teach nothing"),
         ):
             if count:
                 said.append(f"{count} {text}")

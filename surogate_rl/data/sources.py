@@ -137,6 +137,8 @@ def _parse_lines(text: str, path: Path) -> tuple[list[Row], list[int]]:
             raise DataError(
                 f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}; every line must be one JSON object"
             ) from None
+        except RecursionError:
+            raise DataError(f"{path}:{number}: lists or objects within each other too deeply to be read") from None
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number}: a row must be a JSON object, this line holds {_kind(row)}")
         rows.append(row)
@@ -153,6 +155,8 @@ def _read_json(path: Path) -> tuple[list[Row], list[int] | None]:
         if text.lstrip().startswith("{") and error.msg == "Extra data":
             return _parse_lines(text, path)
         raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise DataError(f"{path}: lists or objects within each other too deeply to be read") from None
     if isinstance(value, dict):
         if len(lists := [v for v in value.values() if isinstance(v, list)]) == 1 and len(value) == 1:
             value = lists[0]

@@ -13,6 +13,7 @@ from surogate_rl.batch import FloatArray
 from surogate_rl.config.schema import DatasetConfig, DpoConfig
 from surogate_rl.data import Example, Pair, load_pairs
 from surogate_rl.data.packing import PackSequence, pack
+from surogate_rl.errors import InputError
 from surogate_rl.objectives import make_objective, seeds, totals_of
 from surogate_rl.trainers.batches import StepOrder
 from surogate_rl.trainers.loop import Clock, fingerprint
@@ -39,6 +40,8 @@ class Dpo:
     def __init__(self, session: Session, config: DpoConfig, held_out: HeldOut | None) -> None:
         self._session, self._config, self._held_out = session, config, held_out
         self.pairs = load(session, config, config.datasets)
+        if config.loss.rpo_alpha == 0 and all(pair.identical for pair in self.pairs):
+            raise InputError("datasets: chosen and rejected are the same tokens in every pair, which teaches nothing; check the columns")
         per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         self._order = StepOrder(len(self.pairs), per_step, config.seed)
         self._objective = make_objective(config.loss, command="dpo")

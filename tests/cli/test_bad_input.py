@@ -200,6 +200,21 @@ def test_broken_row(cli: Run) -> None:
     )
 
 
+def test_rows_nested_without_end(cli: Run) -> None:
+    assert cli("sft", SFT, {"rows.jsonl": PAIRS + '{"prompt": ' + 3000 * "[" + 3000 * "]" + "}\n"}) == (
+        2,
+        "error: rows.jsonl:5: lists or objects within each other too deeply to be read\n",
+    )
+
+
+def test_pairs_that_are_all_alike(cli: Run) -> None:
+    assert cli("dpo", SFT, {"rows.jsonl": '{"prompt": "12=", "chosen": "12", "rejected": "12"}\n'}) == (
+        2,
+        "rows.jsonl (preference): 1 row, 1 kept; 1 pair with identical sides, which teach nothing; 12 tokens, 6 of them trained\n"
+        "error: datasets: chosen and rejected are the same tokens in every pair, which teaches nothing; check the columns\n",
+    )
+
+
 def test_context_shorter_than_sequence_len(cli: Run) -> None:
     """The model's own limit; what lies beyond it was never learned."""
     message = (

@@ -437,7 +437,7 @@ def test_identical_pairs_are_counted(make_tokenizer: Make, write_rows: Write) ->
     loaded = load_pairs([DatasetConfig(path=write_rows(rows))], make_tokenizer(), sequence_len=64)
     assert loaded.report.identical_pairs == 1
     assert len(loaded.items) == 2
-    assert "1 pairs with identical sides" in str(loaded.report)
+    assert "1 pair with identical sides" in str(loaded.report)
 
 
 # ---- several turns --------------------------------------------------------------------------------------------------------------------
