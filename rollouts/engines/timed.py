@@ -43,6 +43,11 @@ class TimedEngine:
     def shares_weights(self) -> bool:
         return self.engine.shares_weights
 
+    def take_metrics(self) -> dict[str, float]:
+        """The engine's own, if it has any."""
+        take: Callable[[], dict[str, float]] | None = getattr(self.engine, "take_metrics", None)
+        return take() if take is not None else {}
+
     async def generate(self, request: GenerateRequest) -> Completion:
         self._change(1)
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Literal
 
-from surogate_rl.config.schema import GrpoConfig, TrainConfig
+from surogate_rl.config.schema import GrpoConfig, TrainConfig, VllmConfig
 
 
 def cuda_unavailable_reason() -> str:
@@ -22,12 +23,41 @@ def samples(config: TrainConfig) -> bool:
 
 
 def chosen_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
-    """What ``device: auto`` stands for: a GPU where there is one, unless completions are sampled, which is done on the CPU only."""
+    """What ``device: auto`` stands for: a GPU where there is one, unless completions are sampled by the native engine, which does so on the
+    CPU only."""
     if config.device != "auto":
         return config.device
-    if config.gpus == 0 or samples(config) or cuda_unavailable_reason():
+    if config.gpus == 0 or (samples(config) and not may_use_vllm(config)) or cuda_unavailable_reason():
         return "cpu"
     return "cuda"
+
+
+def may_use_vllm(config: TrainConfig) -> bool:
+    """Whether the run's completions can come from vLLM."""
+    return isinstance(config, GrpoConfig) and config.rollouts.engine != "native" and not vllm_missing_reason(config.rollouts.vllm)
+
+
+def chosen_engine(config: GrpoConfig) -> Literal["native", "vllm"]:
+    """What ``rollouts.engine: auto`` stands for: vLLM on a GPU, the native engine on the CPU."""
+    if config.rollouts.engine != "auto":
+        return config.rollouts.engine
+    return "vllm" if chosen_device(config) == "cuda" else "native"
+
+
+def vllm_missing_reason(vllm: VllmConfig) -> str:
+    """Why vLLM cannot be started, and what to do; empty if it seems that it can. What another interpreter or a server has is seen when it
+    starts."""
+    from surogate_rl.rollouts.engines.vllm.host.surogate_vllm.compat import UnsupportedVersion, installed
+
+    if vllm.base_url is not None:
+        return ""
+    if vllm.python is not None:
+        return "" if shutil.which(vllm.python) else f"there is no interpreter '{vllm.python}'"
+    try:
+        installed()
+    except UnsupportedVersion as error:
+        return f"{error}; install surogate-rl[vllm], or name an interpreter that has it in rollouts.vllm.python"
+    return ""
 
 
 def chosen_recipe(config: TrainConfig) -> Literal["float32", "bfloat16"]:

@@ -13,8 +13,10 @@ from pydantic.fields import FieldInfo
 from surogate_rl.config.explain import words
 from surogate_rl.config.schema import (
     CONFIGS,
+    BudgetConfig,
     Command,
     DatasetConfig,
+    DepthBudgetConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -24,6 +26,8 @@ from surogate_rl.config.schema import (
     RolloutsConfig,
     SftLossConfig,
     TrainConfig,
+    VllmConfig,
+    WidthBudgetConfig,
 )
 
 _HEAD = """# Configuration
@@ -87,6 +91,9 @@ def render() -> str:
         ("`rollouts.vllm`", VllmConfig),
         ("`environment`", EnvironmentConfig),
         ("`rollouts.dynamic_sampling`", DynamicSamplingConfig),
+        ("`rollouts.budget`", BudgetConfig),
+        ("`rollouts.budget.depth`", DepthBudgetConfig),
+        ("`rollouts.budget.width`", WidthBudgetConfig),
         ("`loss` of sft", SftLossConfig),
         ("`loss` of dpo", PreferenceLossConfig),
         ("`loss` of grpo", PolicyLossConfig),

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from surogate_rl.config.devices import chosen_device, chosen_recipe, cuda_unavailable_reason, samples
+from surogate_rl.config.budget import budget_notes, budget_problems
+from surogate_rl.config.devices import chosen_device, chosen_engine, chosen_recipe, cuda_unavailable_reason, samples
 from surogate_rl.config.errors import KeyPath, Problem, path_text
 from surogate_rl.config.explain import nearest
 from surogate_rl.config.paths import WHERE
 from surogate_rl.config.schema import (
     Command,
     DatasetConfig,
+    DepthBudgetConfig,
     DpoConfig,
     DynamicSamplingConfig,
     EnvironmentConfig,
@@ -25,6 +27,7 @@ from surogate_rl.config.schema import (
     SftConfig,
     TrainConfig,
 )
+from surogate_rl.config.vllm import idle_vllm, resolve_vllm, vllm_problems
 from surogate_rl.config.yaml_source import dump
 
 LOSS_TYPES: dict[Command, tuple[str, ...]] = {
@@ -55,6 +58,7 @@ def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool 
         problems.extend(_rollout_problems(config))
         problems.extend(_policy_loss_problems(config.loss))
         problems.extend(_grpo_problems(config, rewards_given))
+        problems.extend(vllm_problems(config, planning))
     return problems
 
 
@@ -66,7 +70,7 @@ def _device_problems(config: TrainConfig, planning: bool) -> Iterator[Problem]:
         what = "0 leaves no GPU to device: cuda" if config.gpus == 0 else f"{config.gpus} asked for, but several GPUs are not there yet"
         yield Problem(f"gpus: {what}; set gpus: 1 or remove the key", ("gpus",), (("device",),))
     if device == "cpu" and config.gpus:
-        sampled = "this run samples completions, which is done on the cpu"
+        sampled = "the native engine samples this run's completions on the cpu"
         why = "device is cpu" if config.device == "cpu" else cuda_unavailable_reason() or sampled
         yield Problem(f"gpus: {config.gpus} asked for, but {why}; set gpus: 0 or remove the key", ("gpus",), (("device",),))
     if device == "cpu" and config.recipe == "bfloat16":
@@ -75,17 +79,10 @@ def _device_problems(config: TrainConfig, planning: bool) -> Iterator[Problem]:
         for key in ("optimizer_state_dtype", "gradient_dtype", "logits_dtype"):
             if getattr(config, key) == "bfloat16":
                 yield Problem(f"{key}: bfloat16 goes with recipe: bfloat16 on a GPU only; remove this key", (key,), (("recipe",),))
-    if device == "cuda" and samples(config):
-        yield _sampler_problem(config)
-
-
-def _sampler_problem(config: TrainConfig) -> Problem:
-    """Completions come from the native engine, which has no CUDA back-end."""
-    if isinstance(config, GrpoConfig):
-        message = "rollouts.engine: native samples on the cpu only, and vllm is not there yet, so grpo cannot run with device: cuda"
-        return Problem(f"{message}; set device: cpu", ("rollouts", "engine"), (("device",),))
-    message = "eval.rewards: completions are sampled by the native engine, on the cpu only"
-    return Problem(f"{message}; set device: cpu, or remove eval.rewards to measure the held-out loss", ("eval", "rewards"), (("device",),))
+    if device == "cuda" and samples(config) and not isinstance(config, GrpoConfig):
+        message = "eval.rewards: completions are sampled by the native engine, on the cpu only"
+        hint = "set device: cpu, or remove eval.rewards to measure the held-out loss"
+        yield Problem(f"{message}; {hint}", ("eval", "rewards"), (("device",),))
 
 
 def _training_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -199,8 +196,6 @@ def _sampling_problems(sampling: SamplingConfig) -> Iterator[Problem]:
 def _rollout_problems(config: GrpoConfig) -> Iterator[Problem]:
     rollouts, loss = config.rollouts, config.loss
     yield from _sampling_problems(rollouts)
-    if rollouts.engine == "vllm":
-        yield Problem("rollouts.engine: vllm is not there yet; set it to native or auto", ("rollouts", "engine"))
     if rollouts.num_generations == 1 and loss.loss_type != "reinforce_plus_plus" and ":" not in loss.loss_type:
         yield Problem(
             f"rollouts.num_generations: a group of one has no baseline, {loss.loss_type} learns nothing from it; "
@@ -223,6 +218,7 @@ def _rollout_problems(config: GrpoConfig) -> Iterator[Problem]:
             (("rollouts", "prompts_per_step"), ("rollouts", "num_generations")),
         )
     yield from _stream_problems(config)
+    yield from budget_problems(config)
     yield from _length_problems(config)
 
 
@@ -413,8 +409,10 @@ def find_idle_keys(config: TrainConfig) -> list[Problem]:
         idle(config, default, ("deterministic",), "the device is cpu, which always gives the same bits")
     else:
         idle(config, default, ("threads",), "the device is cuda")
-    if config.device == "auto" and config.gpus != 0 and samples(config) and not cuda_unavailable_reason():
-        found.append(Problem("device: auto takes the cpu, although there is a GPU: completions are sampled on the cpu only", ("device",)))
+    on_cpu = config.device == "auto" and config.gpus != 0 and chosen_device(config) == "cpu"
+    if on_cpu and samples(config) and not cuda_unavailable_reason():
+        message = "device: auto takes the cpu, although there is a GPU: the native engine samples on the cpu only"
+        found.append(Problem(message + ("; vLLM would on the GPU" if isinstance(config, GrpoConfig) else ""), ("device",)))
     if config.save_steps == 0:
         idle(config, default, ("save_total_limit",), "save_steps is 0")
     if config.lr_scheduler_type == "constant":
@@ -428,6 +426,7 @@ def find_idle_keys(config: TrainConfig) -> list[Problem]:
         if config.rollouts.max_staleness > 0 and config.loss.mismatch == "none":
             message = "loss.mismatch: none trains what older weights sampled as if the present ones had; auto weighs it"
             found.append(Problem(message, ("loss", "mismatch"), (("rollouts", "max_staleness"),)))
+        found.extend(budget_notes(config))
     return found
 
 
@@ -442,10 +441,13 @@ def _idle_grpo(config: GrpoConfig, idle: Callable[..., None]) -> None:
         idle(environment, EnvironmentConfig(), ("weight",), f"{environment.name} gives no reward of its own", ("environment",))
     idle_vllm(config, idle)
     if config.loss.mismatch == "none" or (
-        config.loss.mismatch == "auto" and rollouts.engine in ("auto", "native") and rollouts.max_staleness == 0
+        config.loss.mismatch == "auto" and chosen_engine(config) == "native" and rollouts.max_staleness == 0
     ):
         because = "none" if config.loss.mismatch == "none" else "auto: the native engine needs none while max_staleness is 0"
         idle(config.loss, PolicyLossConfig(), ("mismatch_cap", "mismatch_floor"), f"loss.mismatch is {because}", ("loss",))
+    budget = rollouts.budget
+    if budget.depth is not None and budget.depth.explore != "auto":
+        idle(budget.depth, DepthBudgetConfig(), ("min_explore",), "explore is given", ("rollouts", "budget", "depth"))
     if not rollouts.dynamic_sampling.enabled:
         because = "rollouts.dynamic_sampling.enabled is false"
         idle(rollouts.dynamic_sampling, DynamicSamplingConfig(), ("max_rounds",), because, ("rollouts", "dynamic_sampling"))
@@ -478,7 +480,8 @@ def resolve(config: Config) -> Config:
         update["environment"] = config.environment.model_copy(update={"max_turns": turns})
         update["rollouts"] = rollouts.model_copy(
             update={
-                "engine": "native" if rollouts.engine == "auto" else rollouts.engine,
+                "engine": chosen_engine(config),
+                "vllm": resolve_vllm(config),
                 "max_prompt_length": rollouts.max_prompt_length or room,
             }
         )

@@ -133,20 +133,105 @@ class DynamicSamplingConfig(Section):
     )
 
 
+class DepthBudgetConfig(Section):
+    """How far episodes go. See docs/budget.md."""
+
+    unit: Literal["auto", "turns", "tokens"] = Field(
+        default="auto", description="what depth counts: turns, or sampled tokens; auto: turns where episodes have several, else tokens"
+    )
+    coverage: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9, description="share of eventual success that a cap must reach")
+    min: PositiveInt | None = Field(default=None, description="the least cap; default: 1")
+    max: PositiveInt | None = Field(default=None, description="the greatest cap; default: no cap is a choice too")
+    explore: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = Field(
+        default="auto", description="probability of going on past the cap; auto: chosen with the cap for least variance x cost"
+    )
+    min_explore: Annotated[float, Field(gt=0, le=1)] = Field(default=0.1, description="explore auto: the least probability")
+    credit: Literal["unbiased", "value", "mask", "zero"] = Field(
+        default="unbiased", description="what an episode is worth that reaches its cap; all but unbiased bend the gradient"
+    )
+    memory: Annotated[float, Field(ge=1)] = Field(default=10.0, description="steps over which what was seen fades to 1/e")
+    buckets: PositiveInt = Field(default=3, description="classes of difficulty with caps of their own, by the tasks' past success")
+    min_episodes: PositiveInt = Field(default=64, description="effective number of episodes that a cap needs for evidence")
+    success_threshold: float = Field(default=0.5, description="a reward from here on is a success")
+
+
+class WidthBudgetConfig(Section):
+    """How many completions each prompt gets; their sum per step stays prompts_per_step x num_generations. See docs/budget.md."""
+
+    min: Annotated[int, Field(ge=2)] = Field(default=2, description="completions of a prompt at the least")
+    max: PositiveInt | None = Field(default=None, description="completions of a prompt at the most; default: three times num_generations")
+    floor: Fraction = Field(default=0.2, description="share of the completions that is spread evenly")
+    discount: Fraction = Field(default=0.5, description="of what earlier visits of a task said, at each visit")
+
+
+class BudgetConfig(Section):
+    """Rollout work where it still teaches. A section that is given, even an empty one (``depth: {}``), is on."""
+
+    depth: DepthBudgetConfig | None = Field(default=None, description="a cap on turns or tokens, see below; default: off")
+    width: WidthBudgetConfig | None = Field(default=None, description="completions by prompt, see below; default: off")
+
+
+class VllmConfig(Section):
+    """How vLLM generates: in processes of its own, which end with the run."""
+
+    mode: Literal["auto", "colocate", "server"] = Field(
+        default="auto",
+        description="colocate: one engine on the learner's device; server: engines on other devices, or elsewhere (base_url); auto: server "
+        "if base_url, devices or replicas say so",
+    )
+    python: Text | None = Field(
+        default=None, description="interpreter that has vLLM, so that it can live in an environment of its own; default: the run's"
+    )
+    base_url: Text | list[Text] | None = Field(
+        default=None, description="tcp://host:port of servers that `surogate-rl vllm-server` runs; several share the requests"
+    )
+    replicas: PositiveInt = Field(default=1, description="server: engines that are started here and share the requests")
+    devices: list[NonNegativeInt] | None = Field(
+        default=None, description="server: the GPUs, tensor_parallel_size for each replica; default: those after the learner's"
+    )
+    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs of one engine")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="of the engine's weights; auto: the recipe's")
+    sync: Literal["auto", "full", "merged", "adapter"] = Field(
+        default="auto",
+        description="what an update sends; full: all weights; merged: with the adapter added in float32; adapter: the adapter alone, into "
+        "vLLM's own LoRA; auto: merged with lora, else full",
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="share of the GPU that the engine takes; default: weights, the KV cache of its sequences, and 3 GiB"
+    )
+    enforce_eager: bool | None = Field(
+        default=None, description="do without compiled kernels and CUDA graphs, to start sooner; default: true on the cpu, else false"
+    )
+    startup_timeout: PositiveFloat = Field(default=600.0, description="seconds until an engine must be ready")
+    heartbeat: PositiveFloat = Field(default=10.0, description="seconds between two checks that an engine is alive")
+    timeout: PositiveFloat = Field(
+        default=120.0,
+        description="an engine that leaves a check unanswered for so many seconds counts as dead (one that ends is noticed at once)",
+    )
+    max_restarts: NonNegativeInt = Field(default=3, description="times that one engine is started again before the run stops")
+    probe_tolerance: PositiveFloat | None = Field(
+        default=None,
+        description="mean difference of log-probabilities, in nats, between engine and learner that is borne after an update; "
+        "default: 0.01, with bfloat16 on either side 0.1",
+    )
+
+
 class RolloutsConfig(SamplingConfig):
     engine: Literal["auto", "native", "vllm"] = Field(
-        default="auto", description="what generates; native: in process, with the learner's weights"
+        default="auto", description="what generates; native: in process, with the learner's weights, on the cpu; auto: vllm on a GPU"
     )
+    vllm: VllmConfig = Field(default_factory=VllmConfig, description="engine: vllm")
     prompts_per_step: PositiveInt = Field(default=8, description="prompts in one step")
     num_generations: PositiveInt = Field(default=8, description="completions of each prompt: the group")
     max_prompt_length: PositiveInt | None = Field(
         default=None, description="longer prompts are filtered out before step 0; default: what sequence_len leaves"
     )
     max_completion_length: PositiveInt = Field(default=256, description="new tokens of a completion at the most")
-    max_sequences: PositiveInt = Field(default=64, description="sequences decoded together by the native engine")
+    max_sequences: PositiveInt = Field(default=64, description="sequences decoded together by an engine")
     kv_cache_gb: PositiveFloat | None = Field(
         default=None,
-        description="the native engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the free memory",
+        description="an engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the free memory (on a GPU: of "
+        "what the learner leaves)",
     )
     max_staleness: NonNegativeInt = Field(
         default=0,
@@ -160,6 +245,7 @@ class RolloutsConfig(SamplingConfig):
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="passing over groups that teach nothing"
     )
+    budget: BudgetConfig = Field(default_factory=BudgetConfig, description="how deep episodes go and how many a prompt gets")
     reward_workers: PositiveInt = Field(default=2, description="processes that run the rewards")
 
 

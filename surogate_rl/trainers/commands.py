@@ -7,6 +7,7 @@ from typing import Any
 
 from surogate_rl.config.schema import DpoConfig, EnvironmentConfig, GrpoConfig, SftConfig
 from surogate_rl.rewards import load_rewards
+from surogate_rl.rollouts.engines.vllm.factory import Launched
 from surogate_rl.rollouts.environments import gives_rewards
 from surogate_rl.trainers import dpo, grpo, sft
 from surogate_rl.trainers.loop import RunResult, train
@@ -35,12 +36,15 @@ def own_weight(environment: EnvironmentConfig) -> float | None:
 def run_grpo(config: GrpoConfig, rewards: Sequence[Callable[..., Any]] = ()) -> RunResult:
     """`rewards` are Python functions beside those that the config names."""
     check_output(config)
+    launched = Launched(config)
     weight = own_weight(config.environment)
     runner = load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers, environment_weight=weight)
     try:
         with open_session(
             "grpo", config, grpo.micro_batch_tokens(config), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab)
         ) as session:
+            session.launched = launched
             return train(session, grpo.Grpo(session, config, runner))
     finally:
+        launched.close()
         runner.close()

@@ -19,6 +19,7 @@ from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.plan import Budget, Credit
 from surogate_rl.rollouts.types import Episode, Task
 from surogate_rl.trainers.batches import StepOrder
+from surogate_rl.trainers.budgeting import make_budget
 from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.loop import Clock, seeded
 from surogate_rl.trainers.reference import Reference
@@ -70,7 +71,7 @@ class Grpo:
         self._reference = Reference(session, config) if self._objective.needs_reference else None
         self._rollouts = Rollouts(session, sequences_together(config), rollouts.kv_cache_gb, environments)
         manager = self._rollouts.manager(rewards, rollouts.max_completion_length, config.seed)
-        self._budget: Budget | None = None
+        self._budget: Budget | None = make_budget(config, manager.runner.limits)
         self._rollouts.stream(manager, self._task, rollouts, self.total_steps, self._budget)
         self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None
         self._log = RolloutLog(session.output_dir / "rollouts", session.loaded.tokenizer)
@@ -102,8 +103,10 @@ class Grpo:
         else:
             sequences = {}
         values |= self._rewards.report().metrics()
-        if groups and (note := self._unscored(step, [episode for group in groups for episode in group.episodes])):
+        if note := self._unscored(step, [episode for group in batch.used for episode in group.episodes]):
             self._session.progress.note(note)
+        elif not groups:
+            self._session.progress.note(f"step {step}: rewards were equal within all {len(batch.used)} groups sampled; nothing was learned")
         if self._budget is not None:
             self._budget.observe(batch.used)
             values |= self._budget.metrics()
@@ -111,6 +114,7 @@ class Grpo:
         times["time/learn"] = clock.lap()
         self._rollouts.weights_changed(step)
         times["time/sync"] = clock.lap()
+        values |= self._rollouts.engine_metrics()
         seconds = sum(times.values())
         # while requests wait for the learner the engine is idle too
         times["time/generate"] = min(self._rollouts.engine.busy_seconds - busy, seconds)
@@ -253,7 +257,7 @@ def trained_sequences(groups: Sequence[Group]) -> dict[tuple[int, int], list[Pac
         (place, sample): episode
         for place, group in enumerate(groups)
         for sample, episode in enumerate(group.episodes)
-        if episode.reward is not None
+        if episode.reward is not None or episode.cut_by_budget  # a cut one is credited with what is expected of it
     }
     result: dict[tuple[int, int], list[PackSequence]] = {}
     number = 0

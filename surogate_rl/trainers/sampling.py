@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from surogate_rl.config.schema import EnvironmentConfig, RolloutsConfig, SamplingConfig
+from surogate_rl import _core
+from surogate_rl.config.schema import EnvironmentConfig, GrpoConfig, RolloutsConfig, SamplingConfig
 from surogate_rl.data import encode_prompt
 from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.engines.native import NativeEngine
@@ -18,7 +19,7 @@ from surogate_rl.rollouts.plan import Budget
 from surogate_rl.rollouts.stream import Batch, RolloutStream, StreamSettings
 from surogate_rl.rollouts.types import Engine, EpisodeLimits, SamplingParams, Task
 from surogate_rl.trainers.event_loop import EventLoop
-from surogate_rl.trainers.kv_cache import cache_tokens
+from surogate_rl.trainers.kv_cache import available_bytes, cache_tokens
 from surogate_rl.trainers.session import Session
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Rollouts:
         self.environments = environments or open_environments(EnvironmentConfig(max_turns=1), session.loaded.tokenizer)
         self._calls = EnvironmentCalls(self.environments.timeout)
         self.loop = EventLoop()
-        self.engine = TimedEngine(make_engine(session, sequences, kv_cache_gb))
+        self.engine = TimedEngine(make_engine(session, sequences, kv_cache_gb, self.loop))
         self._stream: RolloutStream | None = None
         self._held = False
 
@@ -91,6 +92,10 @@ class Rollouts:
         """The learner holds `version`: hands it to the engine. Requests under way wait meanwhile and go on with the new weights."""
         self.loop.run(self._change_weights(version))
 
+    def engine_metrics(self) -> dict[str, float]:
+        """What the engine measured about itself since the last call (of updates, restarts...)."""
+        return self.engine.take_metrics()
+
     def state(self) -> dict[str, Any]:
         """Of the stream, as JSON."""
         assert self._stream is not None
@@ -117,7 +122,8 @@ class Rollouts:
             self.loop.run(self.engine.pause())
 
     async def _change_weights(self, version: int) -> None:
-        alive = self._stream is not None and self._stream.under_way > 0
+        # an engine with weights of its own holds its requests by itself, and only while it takes the new ones
+        alive = self.engine.shares_weights and self._stream is not None and self._stream.under_way > 0
         if alive and not self._held:
             await self.engine.pause()
         await self.engine.update_weights(self._session.learner, version)
@@ -142,8 +148,17 @@ def open_environments(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerB
     return made
 
 
-def make_engine(session: Session, sequences: int, kv_cache_gb: float | None) -> Engine:
+def make_engine(session: Session, sequences: int, kv_cache_gb: float | None, loop: EventLoop) -> Engine:
+    """The engine that the configuration names. vLLM gets ready in the background of `loop`."""
     config, loaded = session.config, session.loaded
+    if isinstance(config, GrpoConfig) and config.rollouts.engine == "vllm":
+        from surogate_rl.rollouts.engines.vllm.factory import Launched, make_vllm_engine
+
+        free = available_bytes() if config.device == "cpu" else _core.available_memory("cuda")
+        launched = session.launched or Launched(config)
+        engine = make_vllm_engine(config, loaded, session.learner, launched, sequences=sequences, free=free, output_dir=session.output_dir)
+        loop.run(engine.begin())
+        return engine
     return NativeEngine(
         session.learner,
         tokenizer=loaded.tokenizer,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surogate_rl._core import ModelSpec
 from surogate_rl.checkpoint import CheckpointStore
@@ -20,10 +20,14 @@ from surogate_rl.models import LoadedModel, load_adapter, load_model
 from surogate_rl.trainers.output import CHECKPOINTS, CONFIG_FILE, check_output, claimed
 from surogate_rl.trainers.update import LogpSettings, Updater
 
+if TYPE_CHECKING:
+    from surogate_rl.rollouts.engines.vllm.factory import Launched
+
 
 @dataclass
 class Session:
-    """One run's parts. `learner` holds the initial weights when this is made; a checkpoint is loaded on top of them later."""
+    """One run's parts. `learner` holds the initial weights when this is made; a checkpoint is loaded on top of them later. `launched`: the
+    engine's processes, if it has any."""
 
     command: str
     config: TrainConfig
@@ -33,6 +37,7 @@ class Session:
     updater: Updater
     store: CheckpointStore
     progress: Progress
+    launched: Launched | None = None
 
 
 def lora_settings(config: TrainConfig) -> LoraSettings | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from surogate_rl.learner import Learner
@@ -12,6 +12,7 @@ from surogate_rl.rollouts.engines.stop_strings import Decoder, StopStrings
 from surogate_rl.rollouts.engines.vllm import probe
 from surogate_rl.rollouts.engines.vllm.errors import EngineFailed, EngineGone, SyncFailed
 from surogate_rl.rollouts.engines.vllm.options import VllmOptions
+from surogate_rl.rollouts.engines.vllm.process import EngineProcess
 from surogate_rl.rollouts.engines.vllm.replica import Replica
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 from surogate_rl.rollouts.types import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -30,6 +31,7 @@ class VllmEngine:
     Args:
         learner: whose weights are sampled from.
         tokenizer: decodes tokens for stop strings; None if no request will have any.
+        processes: that have been started beforehand, one for each replica (see `launch`); the engine's from here on.
 
     Raises:
         EngineFailed: an interpreter cannot be started.
@@ -37,7 +39,9 @@ class VllmEngine:
 
     shares_weights = False
 
-    def __init__(self, learner: Learner, options: VllmOptions, *, tokenizer: Decoder | None = None) -> None:
+    def __init__(
+        self, learner: Learner, options: VllmOptions, *, tokenizer: Decoder | None = None, processes: Sequence[EngineProcess] = ()
+    ) -> None:
         self.options = options
         self._learner = learner
         self._tokenizer = tokenizer
@@ -54,7 +58,7 @@ class VllmEngine:
         self.replicas: list[Replica] = []
         try:
             for number, url in enumerate(options.base_urls or [None] * len(options.environments)):
-                self.replicas.append(Replica(options, number, url))
+                self.replicas.append(Replica(options, number, url, processes[number] if processes else None))
         except BaseException:
             for replica in self.replicas:
                 replica.kill()

@@ -28,6 +28,7 @@ class VllmOptions:
         engine_args: of vLLM, by name.
         dtype: of the engine's weights.
         valid_vocab: ids from there on are never sampled and count as impossible (0: all are valid).
+        memory_bytes: of a GPU that an engine may take altogether (0: engine_args say so).
         sync: how weights travel.
         token: what servers of the user want to be shown.
         startup_timeout: seconds until an engine must be ready.
@@ -44,6 +45,7 @@ class VllmOptions:
     valid_vocab: int
     log: Path
     python: str
+    memory_bytes: int = 0
     mode: Mode = "colocate"
     base_urls: tuple[str, ...] = ()
     environments: tuple[Mapping[str, str], ...] = field(default_factory=lambda: ({},))
@@ -66,4 +68,5 @@ class VllmOptions:
             "model_config": dict(self.model_config),
             "engine_args": {"dtype": self.dtype, **self.engine_args},
             "valid_vocab": self.valid_vocab,
+            "memory_bytes": self.memory_bytes,
         }

@@ -43,15 +43,15 @@ class EngineProcess:
         python: the interpreter that has vLLM.
         server: listen on a free port of the loopback device instead of a socket pair.
         environment: variables besides this process's own.
-        log: file that takes its output.
 
     Raises:
         EngineFailed: the interpreter is not there.
     """
 
-    def __init__(self, python: str, *, server: bool, environment: Mapping[str, str], log: Path) -> None:
-        self._log = log
+    def __init__(self, python: str, *, server: bool, environment: Mapping[str, str]) -> None:
         self._folder = tempfile.mkdtemp(prefix="surogate-vllm-")
+        self._early_log = Path(self._folder) / "start.log"
+        self.log: Path | None = None  # what it prints once it has been told where to
         ours, theirs = socket.socketpair()
         self._lifeline = ours
         passed = [theirs]
@@ -63,9 +63,8 @@ class EngineProcess:
             self.connection, far = socket.socketpair()
             passed.append(far)
             arguments += ["--socket", str(far.fileno())]
-        log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with log.open("ab") as output:
+            with self._early_log.open("ab") as output:
                 self._process = subprocess.Popen(
                     [python, "-m", _MODULE, *arguments],
                     stdin=subprocess.DEVNULL,
@@ -130,10 +129,12 @@ class EngineProcess:
             state = f"it was ended by signal {signal.Signals(-code).name}"
         else:
             state = f"it ended with exit code {code}"
-        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:] if self._log.is_file() else []
-        return (
-            f"{state}; the end of {self._log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else f"{state} and printed nothing"
-        )
+        logs = [log for log in (self._early_log, self.log) if log is not None and log.is_file()]
+        lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()[-_TAIL:]][-_TAIL:]
+        if not lines:
+            return f"{state} and printed nothing"
+        where = f" (all of it in {self.log})" if self.log is not None and self.log.is_file() else ""
+        return f"{state}; what it printed last{where}:\n" + "\n".join(f"    {line}" for line in lines)
 
     def kill(self) -> None:
         """Ends the whole tree at once and waits for it."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from surogate_rl.rollouts.engines.vllm.address import parse_url
 from surogate_rl.rollouts.engines.vllm.connection import Connection
 from surogate_rl.rollouts.engines.vllm.errors import EngineFailed, EngineGone, SyncFailed
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import wire
@@ -15,6 +16,7 @@ from surogate_rl.rollouts.engines.vllm.options import VllmOptions
 from surogate_rl.rollouts.engines.vllm.process import EngineProcess
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 
+_SLOWEST = 20e6  # bytes per second of an update that is still waited for
 _PATIENCE = 10.0  # seconds that an engine gets to end by itself
 
 
@@ -23,16 +25,17 @@ class Replica:
 
     Args:
         number: among the run's replicas.
-        url: of a server that the user has started; None: start one here.
+        url: of a server that the user has started; None: one is started here.
+        process: that has been started for it beforehand.
     """
 
-    def __init__(self, options: VllmOptions, number: int, url: str | None = None) -> None:
+    def __init__(self, options: VllmOptions, number: int, url: str | None = None, process: EngineProcess | None = None) -> None:
         self.options, self.number, self.url = options, number, url
         self.running = 0  # requests under way
         self.weights = -1  # version that it holds
         self.restarts = 0
         self.start_seconds = 0.0
-        self._process: EngineProcess | None = None
+        self._process = process
         self._connection: Connection | None = None
         self._heart: asyncio.Task[None] | None = None
         self._busy = 0  # operations that may keep it from answering a heartbeat
@@ -48,11 +51,17 @@ class Replica:
 
     def _launch(self) -> None:
         self._launched = time.monotonic()
-        if self.url is None:
+        if self.url is None and self._process is None:
             options = self.options
-            log = options.log if self.number == 0 else options.log.with_name(f"{options.log.stem}-{self.number}{options.log.suffix}")
-            environment = options.environments[self.number]
-            self._process = EngineProcess(options.python, server=options.mode == "server", environment=environment, log=log)
+            self._process = EngineProcess(options.python, server=options.mode == "server", environment=options.environments[self.number])
+
+    def _settings(self) -> dict[str, Any]:
+        settings = self.options.settings()
+        if self._process is not None:
+            log = self.options.log
+            self._process.log = log if self.number == 0 else log.with_name(f"{log.stem}-{self.number}{log.suffix}")
+            settings["log"] = str(self._process.log)
+        return settings
 
     async def connect(self) -> None:
         """Returns when it can generate (with weights that are not yet the learner's).
@@ -65,7 +74,7 @@ class Replica:
             async with asyncio.timeout(limit):
                 self._connection = await self._open(limit)
                 await self._connection.call("hello", protocol=wire.PROTOCOL, token=self.options.token)
-                await self._connection.call("start", settings=self.options.settings())
+                await self._connection.call("start", settings=self._settings())
         except TimeoutError:
             self.kill()
             raise EngineFailed(f"{self.name} was not ready after {limit:g} s (rollouts.vllm.startup_timeout){self._end()}") from None
@@ -130,22 +139,28 @@ class Replica:
             EngineGone: it ended meanwhile.
         """
         self._busy += 1
-        timeout = max(self.options.timeout, 60 + snapshot.bytes / 20e6)
+        self._timeout = max(self.options.timeout, 60 + snapshot.bytes / _SLOWEST)
         try:
-            buckets = [bucket.describe() for bucket in snapshot.buckets]
-            if self.url is not None:  # maybe another machine: the bytes travel
-                for index, bucket in enumerate(snapshot.buckets):
-                    with memoryview(bucket.memory) as view:
-                        await self.call("bucket", timeout=timeout, index=index, body=view)
-                buckets = [{"index": index, "entries": bucket["entries"]} for index, bucket in enumerate(buckets)]
-            report = await self.call("update", timeout=timeout, buckets=buckets, version=version)
+            report: dict[str, Any] | None = None
+            if snapshot.adapter is None or self.weights < 0:  # below an adapter the weights stay as they are
+                report = _checked(self.name, await self._update_weights(snapshot, version))
+            if (adapter := snapshot.adapter) is not None:
+                report = await self.call("adapter", timeout=self._timeout, config=adapter.config, body=adapter.tensors, version=version)
+                _checked(self.name, report)
         finally:
             self._busy -= 1
-        if problems := report["problems"]:
-            more = f" (and {len(problems) - 5} more)" if problems[5:] else ""
-            raise SyncFailed(f"weight sync: {self.name} does not have the learner's weights: {'; '.join(problems[:5])}{more}")
+        assert report is not None
         self.weights = version
         return report
+
+    async def _update_weights(self, snapshot: Snapshot, version: int) -> dict[str, Any]:
+        buckets = [bucket.describe() for bucket in snapshot.buckets]
+        if self.url is not None:  # maybe another machine: the bytes travel
+            for index, bucket in enumerate(snapshot.buckets):
+                with memoryview(bucket.memory) as view:
+                    await self.call("bucket", timeout=self._timeout, index=index, body=view)
+            buckets = [{"index": index, "entries": bucket["entries"]} for index, bucket in enumerate(buckets)]
+        return await self.call("update", timeout=self._timeout, buckets=buckets, version=version)
 
     async def _beat(self, connection: Connection) -> None:
         """Kills an engine that does not answer, so that those who wait for it hear of it."""
@@ -199,13 +214,8 @@ class Replica:
             await asyncio.to_thread(self._process.close, _PATIENCE)
 
 
-def parse_url(url: str) -> tuple[str, int]:
-    """
-    Raises:
-        ValueError: not ``tcp://host:port``.
-    """
-    scheme, _, address = url.partition("://")
-    host, _, port = address.rstrip("/").rpartition(":")
-    if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"expected tcp://HOST:PORT of a server started with 'surogate-rl vllm-server', got '{url}'")
-    return host.strip("[]"), int(port)
+def _checked(name: str, report: dict[str, Any]) -> dict[str, Any]:
+    if problems := report["problems"]:
+        more = f" (and {len(problems) - 5} more)" if problems[5:] else ""
+        raise SyncFailed(f"weight sync: {name} does not have the learner's weights: {'; '.join(problems[:5])}{more}")
+    return report

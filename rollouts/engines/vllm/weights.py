@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors.numpy import save
 
 from surogate_rl.learner import Learner
+from surogate_rl.models.adapter import file_name
 from surogate_rl.models.family import Family
 
 Sync = Literal["full", "merged", "adapter"]
@@ -66,13 +68,41 @@ class Bucket:
         os.close(self._file)
 
 
+class Adapter:
+    """The learner's adapter as PEFT would save it: a config, and a safetensors file in memory."""
+
+    def __init__(self, learner: Learner) -> None:
+        assert learner.lora is not None
+        self._learner = learner
+        self._names = {info.name: file_name(info.name) for info in learner.tensors() if info.is_adapter}
+        self.config: dict[str, Any] = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "r": learner.lora.rank,
+            "lora_alpha": learner.lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(learner.lora.resolve(tied=learner.spec.tied)),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "modules_to_save": None,
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        self.tensors = b""
+
+    def fill(self) -> None:
+        self.tensors = save({file: self._learner.export(name) for name, file in self._names.items()})
+
+
 class Snapshot:
     """A copy of the learner's weights, kept from one update to the next: an engine that has to be started again gets these, whatever the
     learner is doing meanwhile.
 
     Args:
         dtype: of the engine's weights.
-        merge: add the adapter to the weights, in float32, from the frozen weights that the learner keeps. Otherwise they go without it.
+        merge: add the adapter to the weights, in float32, from the frozen weights that the learner keeps. Otherwise it goes beside them.
     """
 
     def __init__(self, learner: Learner, dtype: torch.dtype, *, merge: bool) -> None:
@@ -83,6 +113,10 @@ class Snapshot:
             name.removesuffix(".lora_A") + ".weight" for name, info in infos.items() if info.is_adapter and name.endswith(".lora_A")
         }
         self._filled = False
+        self.version = -1
+        self.adapter: Adapter | None = None
+        if learner.lora is not None and not merge:
+            self.adapter = Adapter(learner)
         self.buckets: list[Bucket] = []
         entries: list[Entry] = []
         offset = 0
@@ -127,6 +161,8 @@ class Snapshot:
                     place.copy_(base)
                 bucket.seal(entry)
         self._filled = True
+        if self.adapter is not None:
+            self.adapter.fill()
         return (lost / changed) ** 0.5 if changed else 0.0
 
     def _delta(self, name: str) -> torch.Tensor:

@@ -43,8 +43,9 @@ def main() -> int:
     if arguments.lifeline is not None:
         lifeline = socket.socket(fileno=arguments.lifeline)
         guard.watch(lifeline)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: guard.kill_group())  # whoever stops this process stops vLLM's too
+    _end_on_signals()
+    if lifeline is not None:
+        import vllm.v1.engine.async_llm  # noqa: F401 (takes long; the run has its own start to make meanwhile)
     token = os.environ.get(TOKEN, "")
     if arguments.socket is not None:
         return asyncio.run(_serve_socket(socket.socket(fileno=arguments.socket)))
@@ -54,6 +55,12 @@ def main() -> int:
     if host not in _LOOPBACK and not token:
         parser.error(f"--listen {host}: a server that others can reach needs a secret; set {TOKEN}, here and where the run is")
     return asyncio.run(_serve_tcp(host, int(port), token, lifeline, f"{name} {version}"))
+
+
+def _end_on_signals() -> None:
+    """Whoever stops this process stops vLLM's too."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: guard.kill_group())
 
 
 async def _serve_socket(connection: socket.socket) -> int:

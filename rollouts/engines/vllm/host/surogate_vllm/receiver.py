@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 BACKEND = "surogate"
+_WRAPPER = ".base_layer."
 COLUMNS = 64  # of a packed weight that are read back after each update; drawn anew each time
 
 
@@ -90,7 +91,7 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             else:
                 assert isinstance(tensor, torch.Tensor)
                 self._received[name] = tensor
-                good.append((name, tensor))
+                good.append((self._layout.loadable(name), tensor))
         self.model.load_weights(good)
 
     def finish_weight_update(self) -> None:
@@ -140,7 +141,10 @@ class Layout:
         for fused, parts in (getattr(model, "packed_modules_mapping", None) or {}).items():
             if len(parts) > 1:
                 self._fused |= {part: (fused, list(parts)) for part in parts}
-        self._parameters = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        # vLLM wraps modules that may get adapters, and its parameters are named accordingly; a checkpoint's are not
+        actual = dict(model.named_parameters(remove_duplicate=False))
+        self._actual = {name.replace(_WRAPPER, "."): name for name in actual}
+        self._parameters = {name: id(actual[its]) for name, its in self._actual.items()}
 
     def place(self, name: str) -> tuple[str, list[str]]:
         """The parameter that holds the tensor `name`, and all tensors that it holds, in their order."""
@@ -153,13 +157,23 @@ class Layout:
                     return target, [".".join([*path[:i], sibling, *path[i + 1 :]]) for sibling in parts]
         return name, [name]
 
+    def _find(self, target: str) -> tuple[Any, str]:
+        """The module that has a parameter, and the parameter's name there."""
+        module, _, leaf = self._actual[target].rpartition(".")
+        return self._model.get_submodule(module), leaf
+
+    def loadable(self, name: str) -> str:
+        """The name under which vLLM's loader takes a tensor."""
+        target, _ = self.place(name)
+        stem, _, leaf = name.rpartition(".")
+        return f"{stem}{_WRAPPER}{leaf}" if _WRAPPER in self._actual[target] else name
+
     def misfit(self, name: str, tensor: torch.Tensor) -> str:
         """Why a tensor cannot be loaded; empty if it can. Between start and finish, when parameters have their checkpoint's shapes."""
         target, parts = self.place(name)
         if target not in self._parameters:
             return "is not in the engine's model"
-        module_path, _, leaf = target.rpartition(".")
-        module: Any = self._model.get_submodule(module_path)
+        module, leaf = self._find(target)
         if getattr(module, "tp_size", 1) > 1:
             return ""  # a rank holds a part of it; reading back compares that
         shape = list(getattr(module, leaf).shape)
@@ -196,7 +210,7 @@ class Layout:
         from the weight of before: it is made again."""
         seen: set[int] = set()
         for name, key in self._parameters.items():
-            module: Any = self._model.get_submodule(name.rpartition(".")[0])
+            module, _ = self._find(name)
             if key in seen and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
             seen.add(key)
@@ -208,8 +222,7 @@ class Layout:
             ValueError: the live parameter cannot hold the tensor.
         """
         parts = self.place(name)[1]
-        module_path, _, leaf = target.rpartition(".")
-        module: Any = self._model.get_submodule(module_path)
+        module, leaf = self._find(target)
         live = getattr(module, leaf).data
         packed = leaf == "weight" and hasattr(module, "cpu_linear") and sent.ndim == 2
         if packed:
@@ -289,12 +302,43 @@ class Extension:
     """Methods that vLLM's worker gains."""
 
     weight_transfer_engine: BucketTransferEngine
+    model_runner: Any
 
     def surogate_verify(self) -> dict[str, Any]:
         return self.weight_transfer_engine.verify()
 
+    def surogate_verify_adapter(self, folder: str, number: int, scale: float) -> list[str]:
+        """What the loaded adapter lacks of the one in `folder`, or has beyond it; empty if they are the same."""
+        from safetensors.torch import load_file
+
+        adapter = self.model_runner.lora_manager._adapter_manager.get_adapter(number)
+        if adapter is None:
+            return ["the adapter is not loaded"]
+        live: dict[str, torch.Tensor] = {}
+        for module, weights in adapter.loras.items():
+            fused = weights.lora_a if isinstance(weights.lora_a, list) else None
+            for side in "ab":
+                matrices = getattr(weights, f"lora_{side}")
+                for index, matrix in enumerate(matrices if fused is not None else [matrices]):
+                    if matrix is not None:
+                        live[f"{module}.{index if fused is not None else 0}.{side}"] = matrix
+        problems: list[str] = []
+        for name, sent in load_file(os.path.join(folder, "adapter_model.safetensors")).items():
+            stem, side = name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+            target, parts = self.weight_transfer_engine._layout.place(f"{stem}.weight")
+            found = live.pop(f"{target.removesuffix('.weight')}.{parts.index(f'{stem}.weight')}.{side.lower()}", None)
+            if found is None:
+                problems.append(f"tensor {name} is not in the engine's adapter")
+                continue
+            expected = sent.to(found.dtype)
+            if side == "B" and scale != 1:
+                expected *= scale  # vLLM keeps B scaled
+            if not torch.equal(found.cpu(), expected):
+                problems.append(f"tensor {name} is not in the engine as it was sent")
+        return problems + [f"the engine's adapter has {name}, which did not come" for name in live]
+
     def surogate_layout(self) -> list[str]:
-        """Names of the model's parameters, for error messages and tests."""
+        """Names of the model's parameters."""
         return list(self.weight_transfer_engine._layout._parameters)
 
 

@@ -29,7 +29,8 @@ class Runtime:
     """One AsyncLLM with weights that came from the run, and the version of those.
 
     Args:
-        settings: `model_config` (what config.json holds), `engine_args` (of vLLM, by name) and `valid_vocab`.
+        settings: `model_config` (what config.json holds), `engine_args` (of vLLM, by name), `valid_vocab`, and
+            `memory_bytes` of the GPU (0: as engine_args say).
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -39,6 +40,8 @@ class Runtime:
         from .receiver import BACKEND, Extension
 
         self.version = -1
+        self._adapter: Any = None  # what requests ask for: vLLM's own LoRA, or None
+        self._adapter_folder = ""
         self._paused = False
         self._requests = 0
         # vLLM reads a model from a folder. Its weights come from the run, so the config is all that this one holds.
@@ -59,6 +62,7 @@ class Runtime:
                     additional_config={"surogate_valid_vocab": settings["valid_vocab"]},
                     enable_prefix_caching=True,
                     disable_log_stats=True,
+                    **_share_of_gpu(settings["memory_bytes"]),
                     **settings["engine_args"],
                 )
             )
@@ -89,7 +93,9 @@ class Runtime:
         )
         finish: str | None = None
         with _errors():
-            async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, str(self._requests)):
+            async for output in self._engine.generate(
+                {"prompt_token_ids": prompt}, sampling, str(self._requests), lora_request=self._adapter
+            ):
                 (sample,) = output.outputs
                 tokens = list(sample.token_ids)
                 if tokens:
@@ -142,6 +148,42 @@ class Runtime:
                 await self.resume()
         return {"problems": problems, "tensors": reports[0]["tensors"], "packed": reports[0]["packed"], "seconds": seconds}
 
+    async def update_adapter(self, config: dict[str, Any], tensors: bytes, version: int) -> dict[str, Any]:
+        """Replaces the adapter, as `update` does the weights below it. vLLM takes adapters from a folder only.
+
+        Args:
+            config: what adapter_config.json holds.
+            tensors: what adapter_model.safetensors holds.
+        """
+        from vllm.lora.request import LoRARequest
+
+        was_paused, start = self._paused, time.perf_counter()
+        await self.pause()
+        paused = time.perf_counter()
+        folder = tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get("SUROGATE_VLLM_FOLDER"))
+        with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        with open(os.path.join(folder, "adapter_model.safetensors"), "wb") as binary:
+            binary.write(tensors)
+        with _errors():
+            loaded = await self._engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+            load = time.perf_counter()
+            arguments = (folder, 1, config["lora_alpha"] / config["r"])
+            reports = await self._engine.collective_rpc("surogate_verify_adapter", args=arguments)
+        # requests name the adapter without `load_inplace`, with which vLLM would read it again at every step
+        self._adapter = LoRARequest("policy", 1, folder)
+        shutil.rmtree(self._adapter_folder, ignore_errors=True)
+        self._adapter_folder = folder
+        problems = list(dict.fromkeys(problem for report in reports for problem in report))
+        if not loaded:
+            problems.append("vLLM did not load the adapter")
+        if not problems:
+            self.version = version
+            if not was_paused:
+                await self.resume()
+        seconds = {"pause": paused - start, "load": load - paused, "verify": time.perf_counter() - load}
+        return {"problems": problems, "seconds": seconds}
+
     async def ping(self) -> None:
         """Returns once the engine core has answered.
 
@@ -159,6 +201,16 @@ class Runtime:
 
     def close(self) -> None:
         self._engine.shutdown()
+        shutil.rmtree(self._adapter_folder, ignore_errors=True)
+
+
+def _share_of_gpu(memory: int) -> dict[str, float]:
+    """vLLM counts memory in shares of a GPU, and refuses to start where its share is not free."""
+    from vllm.platforms import current_platform
+
+    if not memory or current_platform.is_cpu():
+        return {}
+    return {"gpu_memory_utilization": min(0.98, memory / current_platform.get_device_total_memory())}
 
 
 @contextlib.contextmanager

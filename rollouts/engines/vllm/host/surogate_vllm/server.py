@@ -56,6 +56,10 @@ class Server:
 
     def start(self, settings: dict[str, Any]) -> Runtime:
         if self._runtime is None:
+            if log := settings.get("log"):
+                with open(log, "ab") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
             self._runtime = Runtime(settings)
             self._settings = settings
         elif settings != self._settings:
@@ -155,6 +159,8 @@ class _Session:
             self._keep(header["index"], body)
         elif operation == "update":
             return await runtime.update([self._locate(bucket) for bucket in header["buckets"]], header["version"])
+        elif operation == "adapter":
+            return await runtime.update_adapter(header["config"], body, header["version"])
         elif operation == "layout":
             return {"parameters": await runtime.layout()}
         else:
