@@ -1,0 +1,315 @@
+"""Whole runs that sample ahead of the learner, or pass over groups that teach nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+import surogate_rl
+from surogate_rl.learner import Learner
+from surogate_rl.rollouts.engines.native import NativeEngine
+
+Make = Callable[..., dict[str, Any]]
+
+
+def weights(directory: Path) -> dict[str, np.ndarray]:
+    (path,) = directory.glob("*.safetensors")
+    return load_file(path)
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def logged(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows(directory: Path) -> list[list[dict[str, Any]]]:
+    return [pq.read_table(path).to_pylist() for path in sorted((directory / "rollouts").glob("step-*.parquet"))]
+
+
+def rollouts(**changes: Any) -> dict[str, Any]:
+    return {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8, "max_sequences": 16} | changes
+
+
+def first_digit(completion: str, answer: str) -> float:
+    """A sparse reward: many groups have none."""
+    return float(completion[:1] == answer[:1])
+
+
+def sparse(base: Make, **changes: Any) -> dict[str, Any]:
+    config = base("grpo", **changes)
+    config["rewards"] = [f"{Path(__file__)}:first_digit"]
+    return config
+
+
+# Staleness --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [{}, {"num_iterations": 2, "num_minibatches": 2}, {"loss_type": "rloo", "beta": 0.1}])
+def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(base: Make, tmp_path: Path, loss: dict[str, Any]) -> None:
+    result = surogate_rl.grpo(base("grpo", max_steps=12, rollouts=rollouts(max_staleness=1, oversample=2), loss=loss))
+    first, *rest = result.history
+    assert first["rollouts/staleness_max"] == 0
+    assert first["sampling/sampling_logp_difference/max"] < 1e-4
+    assert max(line["rollouts/staleness_max"] for line in rest) == 1
+    assert all(line["rollouts/dropped_stale"] == 0 for line in rest)
+    aged = [line for line in rest if line["rollouts/staleness_mean"] > 0.5]
+    assert aged
+    assert all(line["sampling/sampling_logp_difference/max"] > 1e-3 for line in aged)
+    assert all(line["sampling/kl"] > 0 for line in aged)
+    assert all(line["grad_norm"] > 0 for line in result.history)
+    # the same prompts in the same order as on policy
+    plain = surogate_rl.grpo(base("grpo", max_steps=12, rollouts=rollouts(), loss=loss, output_dir=str(tmp_path / "plain")))
+    assert [[row["task"] for row in step] for step in rows(result.output_dir)] == [
+        [row["task"] for row in step] for step in rows(plain.output_dir)
+    ]
+
+
+def test_stale_completions_are_weighed_by_proximal_over_behaviour(base: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap just above 0 truncates every weight to it: nearly nothing is left of the gradient. On policy there is no weight to truncate."""
+    caps = {"mismatch_cap": 1e-6}
+    ahead = surogate_rl.grpo(base("grpo", rollouts=rollouts(max_staleness=1), loss=caps | {"mismatch": "auto"}))
+    assert all(line["grad_norm"] < 1e-4 for line in ahead.history)
+    assert all(line["sampling/clip_fraction"] == 1.0 for line in ahead.history)
+    on_policy = surogate_rl.grpo(base("grpo", rollouts=rollouts(), loss=caps, output_dir=str(ahead.output_dir) + "-0"))
+    assert all(line["grad_norm"] > 1e-2 for line in on_policy.history)
+
+
+class Trace:
+    """When the engine decodes and when the learner does what: (what, begin, end), in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spans: list[tuple[str, float, float]] = []
+        for cls, name, what in (
+            (NativeEngine, "_step", "decode"),
+            (Learner, "step", "update"),
+            (Learner, "forward", "pass"),
+            (Learner, "backward", "pass"),
+        ):
+            monkeypatch.setattr(cls, name, self._wrap(getattr(cls, name), what))
+
+    def _wrap(self, method: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                if what == "decode":
+                    time.sleep(0.002)  # a larger model
+                return method(*args, **kwargs)
+            finally:
+                self.spans.append((what, begin, time.perf_counter()))
+
+        return wrapped
+
+    def of(self, what: str) -> list[tuple[float, float]]:
+        return [(begin, end) for kind, begin, end in self.spans if kind == what]
+
+
+@pytest.mark.parametrize("minibatches", [1, 4])
+def test_nothing_is_decoded_while_an_update_writes_but_between_passes(
+    base: Make, monkeypatch: pytest.MonkeyPatch, minibatches: int
+) -> None:
+    trace = Trace(monkeypatch)
+    config = base(
+        "grpo",
+        max_steps=8,
+        sequence_len=64,
+        per_device_train_batch_size=1,  # many passes
+        rollouts=rollouts(max_staleness=1, oversample=4, max_completion_length=40, max_sequences=4),
+        loss={"num_minibatches": minibatches},
+    )
+    result = surogate_rl.grpo(config)
+    updates, decodes, passes = trace.of("update"), trace.of("decode"), trace.of("pass")
+    assert len(updates) == 8 * minibatches
+    overlapping = [(u, d) for u in updates for d in decodes if d[0] < u[1] and u[0] < d[1]]
+    assert overlapping == []
+    # from the first update of a step until the engine has the new version there is none either
+    for step in range(8):
+        first, last = updates[step * minibatches][0], updates[step * minibatches + minibatches - 1][1]
+        assert not [d for d in decodes if d[0] < last and first < d[1]]
+    # but it goes on while the learner is at its passes
+    learning = [(passes[0][0], passes[-1][1])]
+    assert [d for d in decodes if d[0] > learning[0][0] and d[1] < learning[0][1]]
+    between = sum(any(a[1] <= d[1] <= b[0] for d in decodes) for a, b in itertools.pairwise(passes))
+    assert between > 0
+    # completions that lived through an update: their tokens are of several versions, none too old
+    assert any(0 < line["rollouts/staleness_mean"] < 1 for line in result.history)
+
+
+def test_the_clocks_of_a_step_add_up(base: Make, tmp_path: Path) -> None:
+    for name, staleness in (("on", 0), ("ahead", 1)):
+        result = surogate_rl.grpo(base("grpo", rollouts=rollouts(max_staleness=staleness), output_dir=str(tmp_path / name)))
+        for line in result.history:
+            assert line["time/wait"] + line["time/learn"] + line["time/sync"] == pytest.approx(line["step_time"])
+            assert line["time/generate"] + line["time/engine_idle"] == pytest.approx(line["step_time"])
+            assert min(line[f"time/{what}"] for what in ("wait", "learn", "sync", "generate", "engine_idle")) >= 0
+            if staleness == 0:
+                assert line["time/generate"] <= line["time/wait"]  # it never generates while the learner learns
+
+
+# Dynamic sampling -------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_trained_group_has_signal_and_what_was_passed_over_is_counted(base: Make) -> None:
+    settings = rollouts(dynamic_sampling={"enabled": True, "max_rounds": 20})
+    result = surogate_rl.grpo(sparse(base, max_steps=6, rollouts=settings))
+    used = 0
+    for line, step in zip(result.history, rows(result.output_dir), strict=True):
+        groups = [[row["reward"] for row in step[i : i + 4]] for i in range(0, 16, 4)]
+        assert len(step) == 16
+        assert all(min(group) != max(group) for group in groups)
+        assert line["frac_reward_zero_std"] == 0
+        assert line["dynamic_sampling/missing_groups"] == 0
+        used += 4 + int(line["dynamic_sampling/discarded_groups"])
+        assert line["epoch"] == pytest.approx(used / 64)
+    assert used > 24
+
+
+def test_a_limit_that_is_reached_trains_what_there_is(base: Make) -> None:
+    def constant(completion: str) -> float:
+        return 0.5
+
+    config = base("grpo", max_steps=2, rollouts=rollouts(dynamic_sampling={"enabled": True, "max_rounds": 2}))
+    config["rewards"] = []
+    result = surogate_rl.grpo(config, rewards=[constant])
+    assert all(line["dynamic_sampling/rounds"] == 2 for line in result.history)
+    assert all(line["dynamic_sampling/missing_groups"] == 4 for line in result.history)
+    assert all(line["grad_norm"] == 0 for line in result.history)
+    assert rows(result.output_dir) == []
+
+
+def test_nothing_but_failed_rewards_ends_the_run_under_dynamic_sampling_too(base: Make) -> None:
+    def broken(completion: str) -> float:
+        raise RuntimeError("no")
+
+    config = base("grpo", max_steps=50, rollouts=rollouts(dynamic_sampling={"enabled": True, "max_rounds": 2}))
+    config["rewards"] = []
+    with pytest.raises(RuntimeError, match="5 steps in a row"):
+        surogate_rl.grpo(config, rewards=[broken])
+
+
+@pytest.mark.parametrize("oversample", [0, 6])
+def test_on_policy_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: Path, oversample: int) -> None:
+    settings = rollouts(oversample=oversample, dynamic_sampling={"enabled": True, "max_rounds": 8})
+    common: dict[str, Any] = {"max_steps": 6, "rollouts": settings}
+    whole = surogate_rl.grpo(sparse(base, output_dir=str(tmp_path / "whole"), **common))
+    plain = settings | {"oversample": 0}
+    without = surogate_rl.grpo(sparse(base, output_dir=str(tmp_path / "without"), **(common | {"rollouts": plain})))
+    assert same(weights(whole.final_model), weights(without.final_model))  # spares change nothing
+    broken = sparse(base, output_dir=str(tmp_path / "broken"), save_steps=2, save_total_limit=None, **common)
+    surogate_rl.grpo(broken)
+    shutil.rmtree(tmp_path / "broken" / "checkpoints" / "step-00000006")
+    shutil.rmtree(tmp_path / "broken" / "final")
+    resumed = surogate_rl.grpo(broken | {"resume": "auto"})
+    assert same(weights(whole.final_model), weights(resumed.final_model))
+    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
+    for a, b in zip(logged(tmp_path / "whole"), logged(tmp_path / "broken"), strict=True):
+        for name in ("epoch", "reward", "loss", "dynamic_sampling/discarded_groups", "dynamic_sampling/reward"):
+            assert a[name] == b[name]
+
+
+# Stopping -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_ahead_of_the_learner_a_stopped_run_goes_on_where_it_was(base: Make, tmp_path: Path) -> None:
+    settings = rollouts(max_staleness=1, oversample=2)
+    broken = base("grpo", max_steps=6, save_steps=2, save_total_limit=None, rollouts=settings)
+    surogate_rl.grpo(broken)
+    run = tmp_path / "run"
+    state = json.loads((run / "checkpoints" / "step-00000004" / "state.json").read_text())["algorithm"]["rollouts"]
+    assert (state["first"], state["step"], state["version"]) == (16, 4, 4)
+    assert [entry["number"] for entry in state["unfinished"]] == list(range(16, 16 + len(state["unfinished"])))
+    assert state["unfinished"]
+    tasks = [[row["task"] for row in step] for step in rows(run)]
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    shutil.rmtree(run / "final")
+    result = surogate_rl.grpo(broken | {"resume": "auto"})
+    assert result.steps == 6
+    assert [line["step"] for line in logged(run)] == [1, 2, 3, 4, 5, 6]
+    assert [[row["task"] for row in step] for step in rows(run)] == tasks
+    assert logged(run)[4]["rollouts/staleness_max"] == 0  # sampled anew, with the weights of the checkpoint
+    assert logged(run)[5]["rollouts/staleness_max"] <= 1
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupted_with_requests_under_way_nothing_hangs_or_is_left(base: Make, tmp_path: Path, times: int) -> None:
+    config = base("grpo", max_steps=100000, sequence_len=64, rollouts=rollouts(max_staleness=1, oversample=4, max_completion_length=50))
+    script = textwrap.dedent(f"""
+        import surogate_rl
+        try:
+            surogate_rl.grpo({config!r})
+        except KeyboardInterrupt as stop:
+            print("STOPPED", stop, flush=True)
+    """)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") > 2):
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert workers
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert "STOPPED" in out
+    if times == 1:
+        assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for noise in ("never retrieved", "was destroyed", "Exception ignored", "Traceback"):
+        assert noise not in err
+    psutil.wait_procs(workers, timeout=10)
+    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_reward_that_fails_under_way_costs_its_completion_only(base: Make) -> None:
+    def sometimes(completion: str, answer: str) -> float:
+        if "1" in completion:
+            raise KeyError("gone")
+        return len(completion) / 10
+
+    config = base("grpo", max_steps=6, rollouts=rollouts(max_staleness=1, oversample=4))
+    config["rewards"] = []
+    result = surogate_rl.grpo(config, rewards=[sometimes])
+    assert sum(line["completions/unscored"] for line in result.history) > 0
+    assert result.steps == 6
+
+
+def test_a_reward_that_is_wrong_under_way_ends_the_run_with_its_message(base: Make) -> None:
+    def short(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0]
+
+    config = base("grpo", rollouts=rollouts(max_staleness=1))
+    config["rewards"] = []
+    with pytest.raises(ValueError, match="short"):
+        surogate_rl.grpo(config, rewards=[short])
+
+
+def test_an_engine_that_fails_while_the_learner_learns_ends_the_run(base: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 0
+    real = NativeEngine._step
+
+    def failing(self: NativeEngine) -> None:
+        nonlocal steps
+        steps += 1
+        if steps > 30:
+            raise RuntimeError("no more")
+        real(self)
+
+    monkeypatch.setattr(NativeEngine, "_step", failing)
+    with pytest.raises(RuntimeError, match="the native engine failed: RuntimeError: no more"):
+        surogate_rl.grpo(base("grpo", max_steps=100, rollouts=rollouts(max_staleness=1)))
