@@ -114,7 +114,7 @@ def _llama3(text: str, schemas: Schemas) -> _Read:
     body = text.strip()
     tagged = body.startswith("<|python_tag|>")
     body = body.removeprefix("<|python_tag|>").strip()
-    if not tagged and not body.startswith("{"):
+    if not tagged and not body.startswith(("{", "[{")):
         return text, []
     values, rest = _json_values(body)
     calls = [call for value in values if tagged or _is_call(value) for call in _from_value(value)]

@@ -75,7 +75,7 @@ class VerifiersAdapter:
 
     def row_of(self, task: Task) -> dict[str, Any]:
         """The task as a row of the environment's data set."""
-        return {"example_id": task.index, "task": "default", "answer": ""} | dict(task.columns) | {"prompt": list(task.messages or [])}
+        return {"example_id": task.index, "answer": ""} | dict(task.columns) | {"prompt": list(task.messages or [])}
 
     def parse(self, episode: Episode) -> Parsed:
         if self._dialect is None:
