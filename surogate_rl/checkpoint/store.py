@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from surogate_rl.errors import RunError
@@ -51,8 +52,8 @@ class CheckpointStore:
         """Writes a checkpoint aside, syncs it, reads it back against its hashes, renames it, then drops the oldest beyond `keep`.
 
         Raises:
-            CheckpointError: an array is not finite, the disk has too little room, or what was written reads back differently. Earlier
-                checkpoints stay as they are.
+            CheckpointError: an array is not finite, the disk has too little room or fails, or what was written reads back differently.
+                Earlier checkpoints stay as they are.
         """
         for name, array in arrays.items():
             if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
@@ -61,6 +62,23 @@ class CheckpointStore:
         self._require_room(step, sum(array.nbytes for array in arrays.values()))
         final = self.directory / f"{_PREFIX}{step:08d}"
         aside = self.directory / f"{_ASIDE}{final.name}"
+        try:
+            self._write(aside, step, arrays, state)
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(aside, final)
+            _sync(self.directory)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint of step {step}: {self.directory} cannot be written to: {error}; earlier checkpoints are untouched"
+            ) from error
+        self._verify(final)
+        self._rotate()
+        return final
+
+    @staticmethod
+    def _write(aside: Path, step: int, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(aside / ARRAYS))
@@ -69,13 +87,6 @@ class CheckpointStore:
         (aside / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
         for path in (*aside.iterdir(), aside):
             _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(aside, final)
-        _sync(self.directory)
-        self._verify(final)
-        self._rotate()
-        return final
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints here, ascending. What a killed run left half-written does not count."""
@@ -92,28 +103,48 @@ class CheckpointStore:
         steps = self.steps()
         return self.directory / f"{_PREFIX}{steps[-1]:08d}" if steps else None
 
+    def load_newest(self, tell: Callable[[str], None]) -> tuple[Path, Checkpoint] | None:
+        """The newest whole checkpoint; None if there is none at all. Damaged ones are passed over, and `tell` is told of each.
+
+        Raises:
+            CheckpointError: there are some, and none is whole.
+        """
+        steps = self.steps()
+        for place, step in enumerate(reversed(steps)):
+            path = self.directory / f"{_PREFIX}{step:08d}"
+            try:
+                return path, self.load(path)
+            except CheckpointError as error:
+                if place == len(steps) - 1:
+                    raise
+                tell(f"{error}; going back to the one before")
+        return None
+
     @staticmethod
     def load(path: Path) -> Checkpoint:
         """Raises:
         CheckpointError: something is missing, or differs from the manifest's size or hash.
         """
-        CheckpointStore._verify(path)
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = CheckpointStore._verify(path)
         return Checkpoint(manifest["step"], load_file(str(path / ARRAYS)), json.loads((path / STATE).read_text(encoding="utf-8")))
 
     @staticmethod
-    def _verify(path: Path) -> None:
+    def _verify(path: Path) -> dict[str, Any]:
         manifest_path = path / MANIFEST
         if not manifest_path.is_file():
             raise CheckpointError(f"{path}: no {MANIFEST}; this is not a complete checkpoint")
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        try:
+            manifest: dict[str, Any] = json.loads(manifest_path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {MANIFEST} is damaged: {error}") from error
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{path}: format {manifest.get('format')!r}, this version reads {FORMAT}")
         for name, expected in manifest["files"].items():
             if not (path / name).is_file():
                 raise CheckpointError(f"{path}: {name} is missing")
             if _describe(path / name) != expected:
-                raise CheckpointError(f"{path}: {name} differs from its manifest; the file is damaged, resume from an earlier checkpoint")
+                raise CheckpointError(f"{path}: {name} differs from its manifest, it is damaged")
+        return manifest
 
     def _require_room(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self.directory).free

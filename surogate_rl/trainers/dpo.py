@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,11 @@ def read_reference(path: Path, key: str, indices: Sequence[int]) -> dict[int, tu
     """What `write_reference` wrote for the same policy and pairs; empty if there is none."""
     if not path.is_file():
         return {}
-    with np.load(path) as saved:
-        if str(saved["key"]) != key:
-            return {}
-        sides = np.split(saved["logps"].astype(np.float32), np.cumsum(saved["lengths"])[:-1])
+    try:
+        with np.load(path) as saved:
+            if str(saved["key"]) != key:
+                return {}
+            sides = np.split(saved["logps"].astype(np.float32), np.cumsum(saved["lengths"])[:-1])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # cut short, or not ours: it is made again
+        return {}
     return {index: (sides[2 * slot], sides[2 * slot + 1]) for slot, index in enumerate(indices)}

@@ -128,7 +128,7 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
         tracker.close()
         algorithm.close()
     _report(session)
-    return RunResult(session.output_dir, total, final, logged, history, evaluation)
+    return RunResult(session.output_dir, max(total, done), final, logged, history, evaluation)
 
 
 def _report(session: Session) -> None:
@@ -178,10 +178,10 @@ def _resume(session: Session, algorithm: Algorithm) -> int:
     where = session.config.resume
     if where == "never":
         return 0
-    path = session.store.newest() if where == "auto" else Path(where)
-    if path is None:
+    found = session.store.load_newest(session.progress.note) if where == "auto" else (Path(where), CheckpointStore.load(Path(where)))
+    if found is None:
         return 0
-    checkpoint = CheckpointStore.load(path)
+    path, checkpoint = found
     if checkpoint.state["command"] != session.command:
         raise InputError(f"resume: {path} is a checkpoint of '{checkpoint.state['command']}', this command is '{session.command}'")
     try:

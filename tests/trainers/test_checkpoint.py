@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +47,7 @@ def test_damage_is_noticed(tmp_path: Path, name: str) -> None:
     content = bytearray((path / name).read_bytes())
     content[-2] ^= 1
     (path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{name} differs from its manifest; the file is damaged"):
+    with pytest.raises(CheckpointError, match=f"{name} differs from its manifest, it is damaged"):
         CheckpointStore.load(path)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
@@ -76,3 +78,40 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99, this version reads 1"):
         CheckpointStore.load(path)
+
+
+def test_a_write_that_fails_leaves_the_last_good_one_and_nothing_else(tmp_path: Path) -> None:
+    """The kernel refuses to write past a size, as a full disk does, in the middle of the arrays."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, ARRAYS, STATE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"^checkpoint of step 2: .* cannot be written to: .*earlier checkpoints are untouched$"):
+            store.save(2, {"w": np.zeros(100_000, np.float32)}, STATE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    CheckpointStore.load(tmp_path / "step-00000001")
+
+
+def test_going_back_past_damaged_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=None)
+    assert store.load_newest(lambda text: None) is None
+    for step in (1, 2, 3):
+        store.save(step, ARRAYS, STATE)
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{")
+    with (tmp_path / "step-00000002" / "arrays.safetensors").open("r+b") as file:
+        file.truncate(20)
+    told: list[str] = []
+    found = store.load_newest(told.append)
+    assert found is not None
+    assert found[0] == tmp_path / "step-00000001"
+    assert found[1].step == 1
+    assert told[0].startswith(f"{tmp_path}/step-00000003: manifest.json is damaged: ")
+    assert told[1] == f"{tmp_path}/step-00000002: arrays.safetensors differs from its manifest, it is damaged; going back to the one before"
+    (tmp_path / "step-00000001" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000001: state.json is missing$"):
+        store.load_newest(told.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -94,3 +95,21 @@ def test_resuming_with_other_settings_is_refused(base: Make, tmp_path: Path) -> 
     assert message.startswith(f"resume: {newest} is of another model or other LoRA settings (load_state: weight/")
     message = refusal(base("sft", resume="auto"))
     assert message.startswith(f"resume: {newest} is of another model or other LoRA settings (load_state: the state belongs to another")
+
+
+def test_resuming_a_run_that_is_done_already(base: Make) -> None:
+    surogate_rl.sft(base("sft", save_steps=2))
+    result = surogate_rl.sft(base("sft", max_steps=2, resume="auto"))
+    assert result.steps == 4
+    assert result.history == []
+
+
+def test_a_reference_file_cut_short_is_made_again(base: Make, tmp_path: Path) -> None:
+    whole = surogate_rl.dpo(base("dpo", output_dir=str(tmp_path / "whole")))
+    broken = base("dpo", save_steps=2, save_total_limit=None)
+    surogate_rl.dpo(broken)
+    with (tmp_path / "run" / "reference_logps.npz").open("r+b") as file:
+        file.truncate(100)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    resumed = surogate_rl.dpo(broken | {"resume": "auto"})
+    assert (whole.final_model / "model.safetensors").read_bytes() == (resumed.final_model / "model.safetensors").read_bytes()
