@@ -4,7 +4,7 @@ from surogate_rl.data.load import Pair, load_examples, load_pairs
 from surogate_rl.data.packing import PackSequence, pack
 from surogate_rl.data.report import DataError, DataReport, DatasetReport, Loaded
 from surogate_rl.data.tasks import load_tasks
-from surogate_rl.data.template import Example, encode_prompt, turn_delta
+from surogate_rl.data.template import Example, encode_prompt
 
 __all__ = [
     "DataError",
@@ -19,5 +19,4 @@ __all__ = [
     "load_pairs",
     "load_tasks",
     "pack",
-    "turn_delta",
 ]

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from surogate_rl.config.schema import DatasetConfig
-from surogate_rl.data import DataError, Example, encode_prompt, load_examples, load_pairs, turn_delta
+from surogate_rl.data import DataError, Example, encode_prompt, load_examples, load_pairs
 from surogate_rl.rollouts.types import Task
 
 Make = Callable[..., PreTrainedTokenizerFast]
@@ -438,37 +438,3 @@ def test_identical_pairs_are_counted(make_tokenizer: Make, write_rows: Write) ->
     assert loaded.report.identical_pairs == 1
     assert len(loaded.items) == 2
     assert "1 pair with identical sides" in str(loaded.report)
-
-
-# ---- several turns --------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_new_turn_appends_only_what_the_template_writes(make_tokenizer: Make, templates: dict[str, str]) -> None:
-    tokenizer = make_tokenizer(templates["terse"], eos="<|end|>")
-    bye = [{"role": "user", "content": "bye"}]
-    delta = turn_delta(tokenizer, chat("hi", "A")["messages"], bye)
-    assert delta == tokenizer("<|user|>bye<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
-    # a sampler that spells the turn otherwise than the tokenizer would: its ids stay, the same delta follows
-    sampled = [*tokenizer("y")["input_ids"], *tokenizer("e")["input_ids"], *tokenizer("s<|end|>")["input_ids"]]
-    assert sampled != tokenizer("yes<|end|>")["input_ids"], "the case must really be spelled otherwise"
-    prompt = encode_prompt(Task(0, chat("hi")["messages"], None, {}), tokenizer)
-    again = turn_delta(tokenizer, chat("hi", "yes")["messages"], bye)
-    assert again == delta
-    assert tokenizer.decode([*prompt, *sampled, *again]) == tokenizer.apply_chat_template(
-        [*chat("hi", "yes")["messages"], *bye], tokenize=False, add_generation_prompt=True
-    )
-
-
-def test_a_new_turn_that_rewrites_the_past_needs_a_new_segment(make_tokenizer: Make, templates: dict[str, str]) -> None:
-    tokenizer = make_tokenizer(templates["terse"], eos="<|end|>")
-    assert turn_delta(tokenizer, chat("hi", "<think>x</think>A")["messages"], [{"role": "user", "content": "bye"}]) is None
-
-
-def test_chatml_delta_begins_with_the_newline_that_the_policy_did_not_sample(make_tokenizer: Make, templates: dict[str, str]) -> None:
-    tokenizer = make_tokenizer(templates["chatml"])
-    messages, bye = chat("hi", "yes")["messages"], [{"role": "user", "content": "bye"}]
-    prompt = encode_prompt(Task(0, messages[:1], None, {}), tokenizer)
-    sampled = tokenizer("yes<|im_end|>")["input_ids"]
-    delta = turn_delta(tokenizer, messages, bye)
-    assert delta is not None
-    assert [*prompt, *sampled, *delta] == rendered(tokenizer, [*messages, *bye], add_generation_prompt=True)
