@@ -39,6 +39,7 @@ class Environments:
         inline: they never block and may be called on the event loop that deadlines live on.
         prepare: what the environment adds to a task's prompt.
         required: columns without which a task cannot be played.
+        several_turns: an episode may have more than one.
         timeout: seconds for one call.
         max_turns: of an episode; None: no limit.
     """
@@ -48,6 +49,7 @@ class Environments:
     prepare: Callable[[Task], Task] = lambda task: task
     required: tuple[str, ...] = ()
     close: Callable[[], None] = lambda: None
+    several_turns: bool = True
     timeout: float = 60.0
     max_turns: int | None = None
 
@@ -125,7 +127,7 @@ def make_environments(name: str, args: Mapping[str, Any], tokenizer: PreTrainedT
     check_environment(name, args)
     kind, target = parse_name(name)
     if kind == "single_turn":
-        return Environments(SingleTurn, inline=True)
+        return Environments(SingleTurn, inline=True, several_turns=False)
     if kind == "tools":
         return _tools(args, tokenizer)
     if kind == "verifiers":

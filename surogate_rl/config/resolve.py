@@ -321,6 +321,13 @@ def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]
             ("environment", "turn_credit"),
             (("loss", "loss_type"),),
         )
+    if config.environment.turn_credit != "none" and (config.rollouts.budget.depth or config.rollouts.budget.width):
+        yield Problem(
+            f"environment.turn_credit: {config.environment.turn_credit} does not go with rollouts.budget, which gives credit its own way; "
+            "set it to none, or switch the budget off",
+            ("environment", "turn_credit"),
+            (("rollouts", "budget"),),
+        )
     if config.gradient_accumulation_steps != 1:
         yield Problem(
             "gradient_accumulation_steps: a grpo step is rollouts.prompts_per_step x rollouts.num_generations completions, "

@@ -100,19 +100,21 @@ def group_advantages(rewards: Sequence[Sequence[float | None]], *, scale_rewards
         values = [_centred(group, mask, group[mask]) for group, mask in zip(groups, scored, strict=True)]
 
     if scale == "group":
-        values = [value / (_std(group[mask]) + STD_EPSILON) for value, group, mask in zip(values, groups, scored, strict=True)]
+        values = [
+            value / (standard_deviation(group[mask]) + STD_EPSILON) for value, group, mask in zip(values, groups, scored, strict=True)
+        ]
     elif scale == "batch":
         spread = flat
         if loss_type == "rloo":
             # Of the advantages, as TRL has it. Their mean is 0 group by group, so nothing is taken off it: equal rewards stay at 0.
             spread = np.concatenate([v[m] for v, m in zip(values, scored, strict=True) if m.sum() > 1] or [np.empty(0)])
-        values = [value / (_std(spread) + STD_EPSILON) for value in values]
+        values = [value / (standard_deviation(spread) + STD_EPSILON) for value in values]
 
     units = [flat] if whole_batch else [group[mask] for group, mask in zip(groups, scored, strict=True)]
     units = [unit for unit in units if unit.size > 0]
     metrics = {
         "reward": (float(flat.sum()), float(flat.size)),
-        "reward_std": (_std(flat), float(flat.size > 1)),
+        "reward_std": (standard_deviation(flat), float(flat.size > 1)),
         "frac_reward_zero_std": (float(sum(unit.min() == unit.max() for unit in units)), float(len(units))),
     }
     return Advantages([value.astype(np.float32) for value in values], scored, metrics)
@@ -133,7 +135,7 @@ def _check_group(prompt: int, group: Sequence[float | None], *, least: int, loss
             )
 
 
-def _std(values: _Doubles) -> float:
+def standard_deviation(values: _Doubles) -> float:
     """Sample standard deviation; 0 where it is not defined or all are equal."""
     if values.size < 2 or values.min() == values.max():
         return 0.0

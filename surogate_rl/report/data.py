@@ -33,7 +33,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion. ``tokens`` are (id, text, logp) of what the policy sampled."""
+    """One completion. ``tokens`` are (id, text, logp) of what the policy sampled, ``token_turns`` the turn of each, ``messages`` the whole
+    conversation; both are empty in files that lack them."""
 
     task: int
     sample: int
@@ -45,6 +46,10 @@ class Rollout:
     advantage: float | None
     finish_reason: str
     error: str | None
+    token_turns: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: int = 1
+    cut: str | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,19 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         advantage=row.get("advantage"),
         finish_reason=row.get("finish_reason") or "",
         error=row.get("error"),
+        token_turns=list(row.get("token_turns") or []),
+        messages=_messages(row.get("messages")),
+        turns=row.get("turns") or 1,
+        cut=row.get("cut"),
     )
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    try:
+        messages = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return []
+    return [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
 
 
 def _rewards(value: Any) -> dict[str, float | None]:

@@ -134,13 +134,36 @@ def _rollout(rollout: Rollout, with_prompt: bool) -> str:
         facts.append(("advantage", format_number(rollout.advantage), tone))
     if len(rollout.rewards) > 1:
         facts += [(name, "none" if value is None else format_number(value), "") for name, value in rollout.rewards.items()]
+    if rollout.turns > 1:
+        facts.append(("turns", str(rollout.turns), ""))
     facts += [("tokens", str(len(rollout.tokens)), ""), ("ended by", rollout.finish_reason, "")]
+    if rollout.cut:
+        facts.append(("cut by", rollout.cut, ""))
     if rollout.error:
         facts.append(("error", rollout.error, "bad"))
     line = "".join(f'<span>{escape(name)} <b class="{tone}">{escape(value)}</b></span>' for name, value, tone in facts)
     prompt = f'<div class="text prompt">{escape(rollout.prompt)}</div>' if with_prompt and rollout.prompt else ""
+    return f'<div class="rollout"><div class="facts">{line}</div>{prompt}{_said(rollout)}</div>'
+
+
+def _said(rollout: Rollout) -> str:
+    """The policy's tokens; in an episode of several turns with what the environment said to each turn."""
     text = "".join(map(_token, rollout.tokens)) if rollout.tokens else escape(rollout.completion)
-    return f'<div class="rollout"><div class="facts">{line}</div>{prompt}<div class="text">{text}</div></div>'
+    speakers = [number for number, message in enumerate(rollout.messages) if message.get("role") == "assistant"]
+    several = rollout.turns > 1 and len(speakers) >= rollout.turns and len(rollout.token_turns) == len(rollout.tokens)
+    if not several:
+        return f'<div class="text">{text}</div>'
+    parts = []
+    # the task's own prompt may hold turns of an assistant too: the policy's are the last ones
+    for turn, start in enumerate(speakers[-rollout.turns :]):
+        own = [token for token, number in zip(rollout.tokens, rollout.token_turns, strict=True) if number == turn]
+        parts.append(f'<div class="text">{"".join(map(_token, own))}</div>')
+        for message in rollout.messages[start + 1 :]:
+            if message.get("role") == "assistant":
+                break
+            role, content = str(message.get("name") or message.get("role")), str(message.get("content") or "")
+            parts.append(f'<div class="text answer"><b>{escape(role)}</b> {escape(content)}</div>')
+    return "".join(parts)
 
 
 def _token(token: tuple[int, str, float]) -> str:

@@ -34,6 +34,7 @@ details.step > summary { font-weight: 600; }
 .text { font: 13.5px/1.65 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; margin: 4px 0; }
 .prompt { color: var(--soft); max-height: 13em; overflow: auto; }
+.answer { color: var(--soft); border-left: 3px solid var(--rule); padding-left: 10px; max-height: 13em; overflow: auto; }
 .t1 { background: rgba(var(--hot), .12); } .t2 { background: rgba(var(--hot), .24); } .t3 { background: rgba(var(--hot), .36); }
 .t4 { background: rgba(var(--hot), .5); } .t5 { background: rgba(var(--hot), .68); } .legend span { padding: 1px 7px; border-radius: 3px; }
 .nl { color: var(--soft); } pre { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px; overflow: auto;

@@ -13,6 +13,7 @@ from surogate_rl.rewards import RewardRunner, load_rewards
 from surogate_rl.rollouts.environments import gives_rewards
 from surogate_rl.rollouts.manager import Group, RolloutManager
 from surogate_rl.rollouts.types import Task
+from surogate_rl.trainers.rollout_metrics import episode_metrics
 from surogate_rl.trainers.sampling import Rollouts
 from surogate_rl.trainers.session import Session
 
@@ -50,7 +51,10 @@ class RewardEvaluation:
         config = self._config
         groups = self._rollouts.collect(self._manager, self.tasks, config.samples, self._rollouts.sampling(config), visit=0)
         self.groups: list[Group] = groups
-        return {f"eval_{name}": value for name, value in summarise(groups, config.samples, config.pass_threshold).items()}
+        values = summarise(groups, config.samples, config.pass_threshold)
+        if self._rollouts.environments.several_turns:
+            values |= episode_metrics(groups)
+        return {f"eval_{name}": value for name, value in values.items()}
 
     def close(self) -> None:
         if self._owned is not None:

@@ -24,11 +24,12 @@ from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.loop import Clock, seeded
 from surogate_rl.trainers.reference import Reference
 from surogate_rl.trainers.rollout_log import RolloutLog
-from surogate_rl.trainers.rollout_metrics import rollout_metrics
+from surogate_rl.trainers.rollout_metrics import episode_metrics, rollout_metrics
 from surogate_rl.trainers.sampling import Rollouts, open_environments, stream_settings
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import require_same_rows
+from surogate_rl.trainers.turn_credit import credit_turns
 from surogate_rl.trainers.unscored import UnscoredSteps
 from surogate_rl.trainers.update import LogpSettings
 
@@ -99,6 +100,8 @@ class Grpo:
             sequences = trained_sequences(groups)
             values |= self._prepare(groups, sequences)
             values |= rollout_metrics(groups)
+            if self._rollouts.environments.several_turns:
+                values |= episode_metrics(groups)
             self._log.write(step, groups)
         else:
             sequences = {}
@@ -161,6 +164,8 @@ class Grpo:
             return self._budget.credit(groups, rewards)
         loss = self._config.loss
         result = group_advantages(rewards, scale_rewards=loss.scale_rewards, loss_type=loss.loss_type)
+        if self._config.environment.turn_credit == "reward_to_go":
+            credit_turns(groups, self._config.environment, loss)
         return Credit(result.values, metrics=result.metrics)
 
     @property

@@ -31,14 +31,28 @@ SCHEMA = pa.schema(
         ("rewards", pa.string()),
         ("advantage", pa.float64()),
         ("finish_reason", pa.string()),
+        ("turns", pa.int64()),
+        ("token_turns", pa.list_(pa.int32())),
+        ("segments", pa.int64()),
+        ("turn_rewards", pa.list_(pa.float64())),
+        ("environment_reward", pa.float64()),
+        ("cut", pa.string()),
+        ("depth_cap", pa.int64()),
+        ("went_on", pa.bool_()),
+        ("messages", pa.string()),
+        ("info", pa.string()),
         ("error", pa.string()),
     ]
 )
 
 
 class RolloutLog:
-    """Writes `step-00000012.parquet`: one row per completion; `tokens`, `token_texts` and `logps` are those that the policy sampled,
-    `rewards` is a JSON object by function."""
+    """Writes `step-00000012.parquet`: one row per completion.
+
+    `tokens`, `token_texts`, `logps` and `token_turns` (the turn that each belongs to) are those that the policy sampled, over all turns;
+    `completion` is the text of the last turn. `rewards` is a JSON object by function, `messages` the whole conversation as JSON, calls of
+    tools and their results included, `info` a JSON object of what the environment counted.
+    """
 
     def __init__(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self._directory = directory
@@ -55,9 +69,11 @@ class RolloutLog:
 
     def _row(self, step: int, episode: Episode) -> dict[str, Any]:
         sampled = [
-            (token, logp)
+            (token, logp, turn)
             for segment in episode.segments
-            for token, logp, mine in zip(segment.tokens, segment.logps, segment.sampled, strict=True)
+            for token, logp, turn, mine in zip(
+                segment.tokens, segment.logps, segment.turns or [0] * len(segment.tokens), segment.sampled, strict=True
+            )
             if mine
         ]
         first = episode.segments[0] if episode.segments else None
@@ -69,12 +85,22 @@ class RolloutLog:
             "seed": episode.seed,
             "prompt": self._tokenizer.decode(prompt),
             "completion": episode.completion,
-            "tokens": [token for token, _ in sampled],
-            "token_texts": [self._tokenizer.decode([token]) for token, _ in sampled],
-            "logps": [logp for _, logp in sampled],
+            "tokens": [token for token, _, _ in sampled],
+            "token_texts": [self._tokenizer.decode([token]) for token, _, _ in sampled],
+            "logps": [logp for _, logp, _ in sampled],
             "reward": episode.reward,
             "rewards": json.dumps(episode.rewards),
             "advantage": episode.advantage,
             "finish_reason": episode.finish_reason,
+            "turns": episode.turns,
+            "token_turns": [turn for _, _, turn in sampled],
+            "segments": len(episode.segments),
+            "turn_rewards": episode.turn_rewards,
+            "environment_reward": episode.environment_reward,
+            "cut": episode.cut,
+            "depth_cap": episode.depth_cap,
+            "went_on": episode.went_on,
+            "messages": json.dumps(episode.messages, ensure_ascii=False, default=str),
+            "info": json.dumps(episode.info),
             "error": episode.error,
         }

@@ -120,6 +120,25 @@ def test_rollouts_with_their_tokens(tmp_path: Path) -> None:
     assert "reward unscored" in page.text
 
 
+def test_turns_with_what_the_environment_said_to_them(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    messages = [
+        {"role": "user", "content": "What is 1 + 1?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]},
+        {"role": "tool", "name": "add", "content": "<b>2</b>"},
+        {"role": "assistant", "content": "is 2"},
+    ]
+    several = row(1, turns=2, token_turns=[0, 1, 1], messages=json.dumps(messages), cut="turns")
+    write_rollouts(tmp_path, 1, [several, row(1, turns=2, token_turns=[0, 1, 1], messages="{broken", cut=None)])
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert len(page.tags("div", "answer")) == 1
+    assert "turns 2" in page.text
+    assert "cut by turns" in page.text
+    # call, result and answer, in this order; what cannot be read is shown as before
+    assert re.search(r"It\s*add <b>2</b>\s*is 2", page.text)
+    assert page.text.count("It is 2") == 1
+
+
 def test_what_a_model_wrote_is_not_markup(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><b>&amp;\"'"
     with Tracker(tmp_path) as tracker:
