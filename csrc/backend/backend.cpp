@@ -22,6 +22,23 @@ void Backend::linear_add_forward(const Tensor& y, const Tensor& residual, const 
     linear_forward(y, x, w, bias, 1.0f, 1.0f);
 }
 
+void Backend::linear_adapted_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias,
+                                     const std::vector<AdapterOutput>& adapters, float scale) {
+    if (residual.empty()) {
+        linear_forward(y, x, w, bias, 1.0f, 0.0f);
+    } else {
+        linear_add_forward(y, residual, x, w, bias);
+    }
+    for (const AdapterOutput& adapter : adapters) {
+        linear_forward(y.column_range(adapter.first, adapter.b.rows), adapter.low, adapter.b, {}, scale, 1.0f);
+    }
+}
+
+void Backend::linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low, const Tensor& a) {
+    linear_backward_input(dx, dy, w, 1.0f, 0.0f);
+    linear_backward_input(dx, d_low, a, 1.0f, 1.0f);
+}
+
 void Backend::decode_linear(const Tensor&, const Tensor&, const Tensor&, const Tensor&, float, float) {
     no_sampler("decode_linear", device());
 }

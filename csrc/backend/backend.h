@@ -34,6 +34,12 @@ struct AttentionShape {
     std::int64_t window;  // 0: the whole segment
 };
 
+/// The part of an adapter that widens again: low [T, r] times b [n, r]^T goes to the columns of the output from `first` on.
+struct AdapterOutput {
+    Tensor low, b;
+    std::int64_t first = 0;
+};
+
 /// How one row of logits becomes a token. Filters apply in this order: temperature, top_k, top_p (of what top_k left), min_p.
 struct SampleRow {
     float temperature;   // 0: the most probable token, the lowest id of equal ones
@@ -84,8 +90,13 @@ class Backend {
     virtual void linear_forward(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) = 0;
     /// y [T,N] = residual [T,N] + x [T,K] w[N,K]^T (+ bias [N], may be empty). y and residual are different buffers.
     virtual void linear_add_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias);
+    /// y [T,N] = x w^T (+ bias) (+ residual, unless empty; another buffer than y) + scale * low b^T of each adapter
+    virtual void linear_adapted_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias,
+                                        const std::vector<AdapterOutput>& adapters, float scale);
     /// dx [T,K] = alpha * dy [T,N] w[N,K] + beta * dx
     virtual void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) = 0;
+    /// dx [T,K] = dy [T,N] w[N,K] + d_low [T,r] a[r,K]
+    virtual void linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low, const Tensor& a);
     /// dw [N,K] += alpha * dy [T,N]^T x [T,K]
     virtual void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) = 0;
     /// db [N] += column sums of dy [T,N]

@@ -21,20 +21,12 @@ constexpr int kYields = 100;  // then others may have the core
 
 thread_local const ThreadPool* inside_pool = nullptr;
 
-void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 /// Waits in growing politeness until `ready()`; false when it gave up and the caller should sleep.
 template <typename Ready>
 bool wait_awake(const Ready& ready) {
     for (int i = 0; i < kSpins; ++i) {
         if (ready()) return true;
-        pause();
+        ThreadPool::pause();
     }
     for (int i = 0; i < kYields; ++i) {
         if (ready()) return true;
@@ -76,6 +68,14 @@ ThreadPool::~ThreadPool() {
         return;
     }
     shut_down();
+}
+
+void ThreadPool::pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
 }
 
 void ThreadPool::shut_down() {

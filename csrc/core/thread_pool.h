@@ -51,6 +51,9 @@ class ThreadPool {
         });
     }
 
+    /// Once round in a loop that waits for another thread of the pool.
+    static void pause();
+
     /// Memory of one worker that lives as long as the pool: what it held is lost when it is asked for again.
     float* scratch(int worker, std::size_t floats) { return scratch_[static_cast<std::size_t>(worker)].floats(floats); }
 

@@ -43,7 +43,7 @@ void projection_forward(Backend& backend, const Projection& projection, const Te
 void projection_backward(Backend& backend, const Projection& projection, const AdapterGroup& gradients, const Tensor& dx,
                          const Tensor& d_low, const Tensor& dy, const Tensor& x, const Tensor& low, float scale);
 
-/// low = x A^T, then y += scale * low B^T, for all that are present
+/// For a product that is there already: low = x A^T, then y += scale * low B^T, for all that are present.
 void adapter_forward(Backend& backend, const AdapterGroup& group, const Tensor& y, const Tensor& low, const Tensor& x, float scale);
 
 /// dA += dlow^T x with dlow = scale * dy B, dB += scale * dy^T low, dx += dlow A (dx may be empty). `d_low` is scratch, at least as wide as

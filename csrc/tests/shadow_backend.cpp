@@ -151,6 +151,26 @@ void ShadowBackend::linear_backward_input(const Tensor& dx, const Tensor& dy, co
     call.finish();
 }
 
+void ShadowBackend::linear_adapted_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias,
+                                           const std::vector<AdapterOutput>& adapters, float scale) {
+    ShadowCall call(*this, "linear_adapted_forward");
+    calls["linear_forward"] += 1 + static_cast<int>(adapters.size());  // the products that it stands for
+    std::vector<AdapterOutput> copies;
+    for (const auto& [low, b, first] : adapters) copies.push_back({call.in("low", low, x.dtype), call.in("b", b, x.dtype), first});
+    cpu_.linear_adapted_forward(call.out("y", y, x.dtype), call.in("residual", residual, x.dtype), call.in("x", x),
+                                call.in("w", w, x.dtype), call.in("bias", bias, x.dtype), copies, scale);
+    call.finish();
+}
+
+void ShadowBackend::linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low,
+                                                  const Tensor& a) {
+    ShadowCall call(*this, "linear_adapted_backward_input");
+    calls["linear_backward_input"] += 2;
+    cpu_.linear_adapted_backward_input(call.out("dx", dx, dy.dtype), call.in("dy", dy), call.in("w", w, dy.dtype),
+                                       call.in("d_low", d_low, dy.dtype), call.in("a", a, dy.dtype));
+    call.finish();
+}
+
 void ShadowBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) {
     ShadowCall call(*this, "linear_backward_weight");
     cpu_.linear_backward_weight(call.out("dw", dw), call.in("dy", dy), call.in("x", x, dy.dtype), alpha);

@@ -34,6 +34,9 @@ class ShadowBackend final : public Backend {
 
     void linear_forward(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) override;
     void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) override;
+    void linear_adapted_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias,
+                                const std::vector<AdapterOutput>& adapters, float scale) override;
+    void linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low, const Tensor& a) override;
     void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) override;
     void bias_backward(const Tensor& db, const Tensor& dy) override;
 

@@ -73,6 +73,87 @@ TEST(linear_backward_input) {
     }
 }
 
+TEST(linear_add_forward) {
+    for (const auto& [t, n, k] : kSizes) {
+        Data x = Data::random(t, k, 1), w = Data::random(n, k, 2), bias = Data::dense(1, n, 3), residual = Data::random(t, n, 4), y(t, n);
+        y.fill([](std::int64_t, std::int64_t) { return std::nan(""); });
+        backend().linear_add_forward(y.tensor(), residual.tensor(), x.tensor(), w.tensor(), bias.tensor());
+        Exact expected = plus(product(Exact(x), false, Exact(w), true, 1.0), residual);
+        for (std::int64_t i = 0; i < t; ++i) {
+            for (std::int64_t j = 0; j < n; ++j) expected(i, j) += static_cast<double>(bias(0, j));
+        }
+        check_close("y", y, expected);
+    }
+}
+
+namespace {
+
+/// Two adapters side by side over most of the columns; the second begins in the midst of a panel.
+struct Adapters {
+    Adapters(std::int64_t t, std::int64_t n, std::int64_t rank)
+        : low(Data::random(t, 2 * rank, 11)), b(Data::random(n - 1, rank, 12)), split(n / 3) {}
+
+    std::vector<AdapterOutput> views() {
+        const Tensor first = low.tensor().column_range(0, b.columns()), second = low.tensor().column_range(b.columns(), b.columns());
+        return {{first, b.tensor().row_range(0, split), 0}, {second, b.tensor().row_range(split, b.rows() - split), split + 1}};
+    }
+    void add_to(Exact& y, double scale) const {
+        for (std::int64_t i = 0; i < y.rows(); ++i) {
+            for (std::int64_t j = 0; j < b.rows(); ++j) {
+                for (std::int64_t p = 0; p < b.columns(); ++p) {
+                    const bool second = j >= split;
+                    y(i, j + (second ? 1 : 0)) +=
+                        scale * static_cast<double>(low(i, p + (second ? b.columns() : 0))) * static_cast<double>(b(j, p));
+                }
+            }
+        }
+    }
+    Data low, b;
+    std::int64_t split;
+};
+
+const Sizes kAdaptedSizes[] = {{1, 3, 2}, {7, 33, 19}, {99, 160, 130}, {131, 1600, 700}};
+
+}  // namespace
+
+TEST(linear_adapted_forward) {
+    for (const auto& [t, n, k] : kAdaptedSizes) {
+        for (const std::int64_t rank : {1, 16, 100}) {
+            Data x = Data::random(t, k, 1), w = Data::random(n, k, 2), bias = Data::dense(1, n, 3), residual = Data::random(t, n, 4);
+            Data y(t, n);
+            y.fill([](std::int64_t, std::int64_t) { return std::nan(""); });
+            Adapters adapters(t, n, rank);
+            backend().linear_adapted_forward(y.tensor(), {}, x.tensor(), w.tensor(), {}, adapters.views(), 0.5f);
+            Exact expected = product(Exact(x), false, Exact(w), true, 1.0);
+            adapters.add_to(expected, 0.5);
+            check_close("y", y, expected);
+            backend().linear_adapted_forward(y.tensor(), residual.tensor(), x.tensor(), w.tensor(), bias.tensor(), adapters.views(), 0.5f);
+            expected = plus(expected, residual);
+            for (std::int64_t i = 0; i < t; ++i) {
+                for (std::int64_t j = 0; j < n; ++j) expected(i, j) += static_cast<double>(bias(0, j));
+            }
+            check_close("y with residual and bias", y, expected);
+        }
+    }
+}
+
+TEST(linear_adapted_backward_input) {
+    for (const auto& [t, n, k] : kAdaptedSizes) {
+        for (const std::int64_t rank : {1, 16, 100}) {
+            Data dy = Data::random(t, n, 1), w = Data::random(n, k, 2), d_low = Data::random(t, rank, 3), a = Data::random(rank, k, 4);
+            Data dx(t, k);
+            dx.fill([](std::int64_t, std::int64_t) { return std::nan(""); });
+            backend().linear_adapted_backward_input(dx.tensor(), dy.tensor(), w.tensor(), d_low.tensor(), a.tensor());
+            Exact expected = product(Exact(dy), false, Exact(w), false, 1.0);
+            const Exact low = product(Exact(d_low), false, Exact(a), false, 1.0);
+            for (std::int64_t i = 0; i < t; ++i) {
+                for (std::int64_t j = 0; j < k; ++j) expected(i, j) += low(i, j);
+            }
+            check_close("dx", dx, expected);
+        }
+    }
+}
+
 TEST(linear_backward_weight) {
     for (const auto& [t, n, k] : kSizes) {
         Data dy = Data::random(t, n, 1), x = Data::random(t, k, 2), dw = Data::random(n, k, 3);
@@ -121,7 +202,11 @@ TEST(linear_bits_do_not_depend_on_threads) {
             cpu.linear_backward_input(dx.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f);
             cpu.linear_backward_weight(dw.tensor(), y.tensor(), x.tensor(), 1.0f);
             cpu.bias_backward(db.tensor(), y.tensor());
-            return std::vector<Data>{y, dx, dw, db};
+            Data adapted(1111, 905), d_low = Data::random(1111, 4, 5), a = Data::random(4, k, 6), d_adapted(1111, k);
+            Adapters adapters(1111, 905, 4);
+            cpu.linear_adapted_forward(adapted.tensor(), y.tensor(), x.tensor(), w.tensor(), {}, adapters.views(), 0.5f);
+            cpu.linear_adapted_backward_input(d_adapted.tensor(), y.tensor(), w.tensor(), d_low.tensor(), a.tensor());
+            return std::vector<Data>{y, dx, dw, db, adapted, d_adapted};
         });
     }
 }
@@ -132,14 +217,16 @@ TEST(packed_product_has_the_same_bits_for_a_row_alone_and_among_others) {
     ThreadPool pool(2);
     AlignedBuffer memory;
     const Tensor rows = x.tensor(), weights = w.tensor();
-    packed_gemm(pool, kernels, memory, all.tensor().f32(), all.tensor().stride, {rows.f32(), rows.stride},
-                {weights.f32(), weights.stride, true}, 45, 75, 700, 1.0f, 0.0f);
+    const auto multiply = [&](Data& c, const float* a, const float* b) {
+        const Tensor out = c.tensor();
+        packed_gemm(pool, kernels, memory,
+                    {out.f32(), out.stride, {a, rows.stride}, {b, weights.stride, true}, out.rows, out.columns, 700, 1.0f, 0.0f});
+    };
+    multiply(all, rows.f32(), weights.f32());
     for (std::int64_t t = 0; t < 45; ++t) {
-        packed_gemm(pool, kernels, memory, alone.tensor().f32(), alone.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
-                    {weights.f32(), weights.stride, true}, 1, 75, 700, 1.0f, 0.0f);
+        multiply(alone, rows.f32() + t * rows.stride, weights.f32());
         for (std::int64_t j = 0; j < 75; ++j) CHECK_EQ(alone(0, j), all(t, j));
-        packed_gemm(pool, kernels, memory, part.tensor().f32(), part.tensor().stride, {rows.f32() + t * rows.stride, rows.stride},
-                    {weights.f32() + 50 * weights.stride, weights.stride, true}, 1, 20, 700, 1.0f, 0.0f);
+        multiply(part, rows.f32() + t * rows.stride, weights.f32() + 50 * weights.stride);
         for (std::int64_t j = 0; j < 20; ++j) CHECK_EQ(part(0, j), all(t, 50 + j));
     }
 }
@@ -161,7 +248,7 @@ TEST(packed_and_thin_products_of_any_shape) {
                     for (const float beta : {0.0f, 1.0f}) {
                         Data c = Data::random(m, n, 3);
                         const Data before = c;
-                        multiply(pool, kernels, memory, c.tensor().f32(), c.tensor().stride, left, right, m, n, k, 0.5f, beta);
+                        multiply(pool, kernels, memory, {c.tensor().f32(), c.tensor().stride, left, right, m, n, k, 0.5f, beta});
                         check_close("c", c, beta == 0.0f ? expected : plus(expected, before));
                     }
                 }
@@ -188,6 +275,10 @@ TEST(linear_refuses_wrong_shapes) {
     CHECK_THROWS(backend().linear_backward_input(x.tensor(), y.tensor(), w.tensor(), 1.0f, 0.0f), "linear_backward_input: dx");
     CHECK_THROWS(backend().linear_backward_weight(w.tensor(), y.tensor(), x.tensor(), 1.0f), "linear_backward_weight: dw");
     CHECK_THROWS(backend().bias_backward(x.tensor(), y.tensor()), "bias_backward: db");
+    const std::vector<AdapterOutput> beyond = {{Data(4, 2).tensor(), Data(3, 2).tensor(), 5}};
+    CHECK_THROWS(backend().linear_adapted_forward(y.tensor(), {}, x.tensor(), right.tensor(), {}, beyond, 1.0f),
+                 "linear_adapted_forward: first");
+    CHECK_THROWS(backend().linear_add_forward(y.tensor(), x.tensor(), x.tensor(), right.tensor(), {}), "linear_add_forward: residual");
 }
 
 TEST(pieces_cover_the_output_once) {

@@ -35,7 +35,11 @@ class CpuBackend final : public Backend {
     void fill(const Tensor& out, float value) override;
 
     void linear_forward(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) override;
+    void linear_add_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias) override;
+    void linear_adapted_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias,
+                                const std::vector<AdapterOutput>& adapters, float scale) override;
     void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) override;
+    void linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low, const Tensor& a) override;
     void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) override;
     void bias_backward(const Tensor& db, const Tensor& dy) override;
 
@@ -85,8 +89,8 @@ class CpuBackend final : public Backend {
     void synchronize() override {}
 
    private:
-    /// c = alpha * a b + beta * c, a [c.rows, k], b [k, c.columns]
-    void product(const Tensor& c, const Operand& a, const Operand& b, std::int64_t k, float alpha, float beta);
+    void product(const GemmArguments& x);
+    void add_bias(const Tensor& y, const Tensor& bias);
 
     ThreadPool pool_;
     const Kernels& kernels_;

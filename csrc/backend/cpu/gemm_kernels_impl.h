@@ -12,7 +12,9 @@ namespace {
 // A tile of sums, a line of b and a value of a fill the registers: 32 of 512 bits, elsewhere at least 16.
 constexpr int kHeight = SUROGATE_LANES == 16 ? 14 : 6;
 constexpr int kWidth = 2 * kLanes;
-constexpr int kAhead = 16;  // how many values of k b is fetched ahead
+constexpr int kAhead = 16;                        // how many values of k b is fetched ahead
+constexpr int kCopyLines = 32, kCopyAhead = 128;  // lines copied together, and how many floats ahead they are fetched
+constexpr int kLineStep = GemmKernels::line_step;
 
 #if SUROGATE_LANES == 16
 [[gnu::always_inline]] inline __mmask16 first_lanes(std::int64_t count) {
@@ -82,16 +84,21 @@ void pack_rows(float* panels, std::int64_t panel_stride, const Operand& a, std::
         }
         return;
     }
-    for (std::int64_t p = 0; p < k; ++p) {
-        const float* line = a.data + p * a.stride;
-        float* out = panels + p * height;
-        for (std::int64_t r = 0; r < rows; r += height, out += panel_stride) {
+    // Panel by panel, since lines of different panels may well share a set of the cache.
+    for (std::int64_t first = 0; first < k; first += kCopyLines) {
+        const std::int64_t end = k - first < kCopyLines ? k : first + kCopyLines;
+        for (std::int64_t r = 0; r < rows; r += height) {
             const std::int64_t high = rows - r < height ? rows - r : height;
+            float* out = panels + r / height * panel_stride + first * height;
+            const float* line = a.data + first * a.stride + r;
+            for (std::int64_t p = first; p < end; ++p, out += height, line += a.stride) {
+                __builtin_prefetch(line + kCopyAhead);
 #if SUROGATE_LANES == 16
-            _mm512_mask_storeu_ps(out, first_lanes(high), _mm512_maskz_loadu_ps(first_lanes(high), line + r));
+                _mm512_mask_storeu_ps(out, first_lanes(high), _mm512_maskz_loadu_ps(first_lanes(high), line));
 #else
-            for (std::int64_t i = 0; i < high; ++i) out[i] = line[r + i];
+                for (std::int64_t i = 0; i < high; ++i) out[i] = line[i];
 #endif
+            }
         }
     }
 }
@@ -103,18 +110,26 @@ void pack_columns(float* panels, std::int64_t panel_stride, const Operand& b, st
         }
         return;
     }
-    for (std::int64_t p = 0; p < k; ++p) {
-        const float* line = b.data + p * b.stride;
+    for (std::int64_t first = 0; first < k; first += kCopyLines) {
+        const std::int64_t end = k - first < kCopyLines ? k : first + kCopyLines;
         for (std::int64_t n = 0; n < columns; n += kWidth) {
-            float* out = panels + n / kWidth * panel_stride + p * kWidth;
-            each(columns - n < kWidth ? columns - n : kWidth,
-                 [&](std::int64_t i, auto part) { part.store(out + i, part.load(line + n + i)); });
+            float* out = panels + n / kWidth * panel_stride + first * kWidth;
+            const float* line = b.data + first * b.stride + n;
+            const std::int64_t wide = columns - n < kWidth ? columns - n : kWidth;
+            for (std::int64_t p = first; p < end; ++p, out += kWidth, line += b.stride) {
+                __builtin_prefetch(line + kCopyAhead);
+                __builtin_prefetch(line + kCopyAhead + kLanes);
+                each(wide, [&](std::int64_t i, auto part) { part.store(out + i, part.load(line + i)); });
+            }
         }
     }
 }
 
-/// ROWS x (VECTORS * kLanes) elements of c. a lies k by k, `a_step` floats apart, or (LINES) row by row.
-template <int ROWS, int VECTORS, bool LINES>
+/// How the values of a lie: k by k, `a_step` floats apart; row by row, likewise; or row by row as in a panel, where the step is known.
+enum class Layout : std::uint8_t { ByK, Lines, PanelLines };
+
+/// ROWS x (VECTORS * kLanes) elements of c.
+template <int ROWS, int VECTORS, Layout LAYOUT>
 void tile(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t b_step, std::int64_t columns,
           std::int64_t k, float alpha, float beta) {
     const std::int64_t ahead = kAhead * b_step;
@@ -133,10 +148,10 @@ void tile(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, 
         }
 #pragma GCC unroll 14
         for (int i = 0; i < ROWS; ++i) {
-            const Vec x = broadcast(LINES ? a[i * a_step + p] : a[i]);
+            const Vec x = broadcast(LAYOUT == Layout::ByK ? a[i] : LAYOUT == Layout::Lines ? a[i * a_step + p] : a[i * kLineStep + p]);
             for (int v = 0; v < VECTORS; ++v) sums[i][v] += x * line[v];
         }
-        if constexpr (!LINES) a += a_step;
+        if constexpr (LAYOUT == Layout::ByK) a += a_step;
         b += b_step;
     }
     const auto finish = [&](int v, auto part) {
@@ -158,28 +173,28 @@ void tile(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, 
 using Tile = void (*)(float*, std::int64_t, const float*, std::int64_t, const float*, std::int64_t, std::int64_t, std::int64_t, float,
                       float);
 
-template <int V>
-constexpr Tile kTiles[kHeight] = {tile<1, V, false>,  tile<2, V, false>,  tile<3, V, false>, tile<4, V, false>,  tile<5, V, false>,
-                                  tile<6, V, false>,
+template <int V, Layout L>
+constexpr Tile kTiles[kHeight] = {tile<1, V, L>,  tile<2, V, L>, tile<3, V, L>, tile<4, V, L>,  tile<5, V, L>,  tile<6, V, L>,
 #if SUROGATE_LANES == 16
-                                  tile<7, V, false>,  tile<8, V, false>,  tile<9, V, false>, tile<10, V, false>, tile<11, V, false>,
-                                  tile<12, V, false>, tile<13, V, false>, tile<14, V, false>
+                                  tile<7, V, L>,  tile<8, V, L>, tile<9, V, L>, tile<10, V, L>, tile<11, V, L>, tile<12, V, L>,
+                                  tile<13, V, L>, tile<14, V, L>
 #endif
 };
 
 constexpr int kLines = SUROGATE_LANES == 16 ? 8 : 6;  // each row needs a pointer, and there are 16
 
 template <int V>
-constexpr Tile kLineTiles[kLines] = {tile<1, V, true>, tile<2, V, true>, tile<3, V, true>,
-                                     tile<4, V, true>, tile<5, V, true>, tile<6, V, true>,
+constexpr Tile kLineTiles[kLines] = {tile<1, V, Layout::Lines>, tile<2, V, Layout::Lines>, tile<3, V, Layout::Lines>,
+                                     tile<4, V, Layout::Lines>, tile<5, V, Layout::Lines>, tile<6, V, Layout::Lines>,
 #if SUROGATE_LANES == 16
-                                     tile<7, V, true>, tile<8, V, true>
+                                     tile<7, V, Layout::Lines>, tile<8, V, Layout::Lines>
 #endif
 };
 
-void multiply(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t b_step, std::int64_t rows,
-              std::int64_t columns, std::int64_t k, float alpha, float beta) {
-    (columns > kLanes ? kTiles<2> : kTiles<1>)[rows - 1](c, c_stride, a, a_step, b, b_step, columns, k, alpha, beta);
+template <Layout L>
+void multiply_panel(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t b_step,
+                    std::int64_t rows, std::int64_t columns, std::int64_t k, float alpha, float beta) {
+    (columns > kLanes ? kTiles<2, L> : kTiles<1, L>)[rows - 1](c, c_stride, a, a_step, b, b_step, columns, k, alpha, beta);
 }
 
 void multiply_lines(float* c, std::int64_t c_stride, const float* a, std::int64_t a_stride, const float* b, std::int64_t b_step,
@@ -194,6 +209,14 @@ void multiply_lines(float* c, std::int64_t c_stride, const float* a, std::int64_
 }  // namespace
 
 extern const GemmKernels gemm_kernels;
-const GemmKernels gemm_kernels = {kHeight, kWidth, SUROGATE_LANES == 16, pack_rows, pack_columns, multiply, multiply_lines, transpose};
+const GemmKernels gemm_kernels = {kHeight,
+                                  kWidth,
+                                  SUROGATE_LANES == 16,
+                                  pack_rows,
+                                  pack_columns,
+                                  multiply_panel<Layout::ByK>,
+                                  multiply_panel<Layout::PanelLines>,
+                                  multiply_lines,
+                                  transpose};
 
 }  // namespace surogate::SUROGATE_ISA

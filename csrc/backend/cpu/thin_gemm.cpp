@@ -23,8 +23,8 @@ void over_depth(std::int64_t k, const Body& body) {
 
 }  // namespace
 
-void thin_gemm(ThreadPool& pool, const GemmKernels& kernels, AlignedBuffer& shared, float* c, std::int64_t c_stride, const Operand& a,
-               const Operand& b, std::int64_t m, std::int64_t n, std::int64_t k, float alpha, float beta) {
+void thin_gemm(ThreadPool& pool, const GemmKernels& kernels, AlignedBuffer& shared, const GemmArguments& arguments) {
+    const auto& [c, c_stride, a, b, m, n, k, alpha, beta, start, start_stride, terms] = arguments;
     if (m == 0 || n == 0) return;
     const std::int64_t width = kernels.width;
     if (n <= m && !a.transposed) {
