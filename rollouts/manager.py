@@ -9,7 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from surogate_rl.rollouts.episode import EpisodeRunner
 from surogate_rl.rollouts.plan import EpisodePlan, GroupPlan
@@ -35,17 +39,17 @@ class Group:
     episodes: list[Episode]
     number: int = 0
 
+    @cached_property
+    def versions(self) -> NDArray[np.int64]:
+        """The weight version of every sampled token."""
+        segments = [segment for episode in self.episodes for segment in episode.segments]
+        parts = [np.asarray(segment.versions, np.int64)[np.asarray(segment.sampled, np.bool_)] for segment in segments]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
     @property
     def oldest_version(self) -> int | None:
-        """The lowest weight version that a sampled token comes from; None if nothing was sampled."""
-        versions = (
-            version
-            for episode in self.episodes
-            for segment in episode.segments
-            for version, sampled in zip(segment.versions, segment.sampled, strict=True)
-            if sampled
-        )
-        return min(versions, default=None)
+        """The lowest of them; None if nothing was sampled."""
+        return int(self.versions.min()) if self.versions.size else None
 
     @property
     def has_signal(self) -> bool:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from surogate_rl.errors import RunError
 from surogate_rl.rollouts.manager import Group, RolloutManager
 from surogate_rl.rollouts.plan import Budget, GroupPlan
@@ -179,15 +181,17 @@ class RolloutStream:
             "first": self._first,
             "step": self._step,
             "version": self._version,
+            "groups": self._settings.groups,
             "unfinished": [{"number": slot.number, "task": self._task_of(slot.number).index} for slot in self._queue],
             "plans": {str(block): [plan.to_state() for plan in block_plans] for block, block_plans in plans.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken; before the first `collect`."""
+        """Goes on where `state` was taken; before the first `collect`. Plans of blocks of another size are made anew."""
         self._first = self._next = state["first"]
         self._step, self._version = state["step"], state["version"]
-        self._plans = {int(block): [GroupPlan.from_state(plan) for plan in plans] for block, plans in state["plans"].items()}
+        if state["groups"] == self._settings.groups:
+            self._plans = {int(block): [GroupPlan.from_state(plan) for plan in plans] for block, plans in state["plans"].items()}
 
     # Starting -----------------------------------------------------------------------------------------------------------------------
 
@@ -310,10 +314,10 @@ class RolloutStream:
 
     def _metrics(self, step: int, taken: Sequence[Group], used: Sequence[Group], cut: int) -> dict[str, float]:
         settings = self._settings
-        lags = [step - 1 - version for group in taken for version in _versions(group)]
+        lags = step - 1 - np.concatenate([np.empty(0, np.int64), *(group.versions for group in taken)])
         metrics = {
-            "rollouts/staleness_mean": sum(lags) / len(lags) if lags else 0.0,
-            "rollouts/staleness_max": float(max(lags, default=0)),
+            "rollouts/staleness_mean": float(lags.mean()) if lags.size else 0.0,
+            "rollouts/staleness_max": float(lags.max(initial=0)),
         }
         if settings.max_staleness:
             metrics["rollouts/dropped_stale"] = float(self._stale)
@@ -328,13 +332,3 @@ class RolloutStream:
             if rewards:
                 metrics["dynamic_sampling/reward"] = sum(rewards) / len(rewards)
         return metrics
-
-
-def _versions(group: Group) -> list[int]:
-    return [
-        version
-        for episode in group.episodes
-        for segment in episode.segments
-        for version, sampled in zip(segment.versions, segment.sampled, strict=True)
-        if sampled
-    ]

@@ -21,8 +21,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import surogate_rl
+from surogate_rl.config import parse_config
 from surogate_rl.learner import Learner
 from surogate_rl.rollouts.engines.native import NativeEngine
+from surogate_rl.trainers.plan import stream_lines
 
 Make = Callable[..., dict[str, Any]]
 
@@ -222,6 +224,21 @@ def test_on_policy_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: P
     for a, b in zip(logged(tmp_path / "whole"), logged(tmp_path / "broken"), strict=True):
         for name in ("epoch", "reward", "loss", "dynamic_sampling/discarded_groups", "dynamic_sampling/reward"):
             assert a[name] == b[name]
+
+
+def test_a_dry_run_shows_the_schedule(base: Make) -> None:
+    def lines(**settings: Any) -> list[str]:
+        return stream_lines(parse_config(base("grpo", rollouts=rollouts(**settings)), "grpo"))
+
+    assert lines() == []
+    assert lines(max_staleness=2, oversample=3) == [
+        "while it learns, the next 2 steps may be sampled: at most 8 groups (11 while it waits for its own)",
+        "no token that it trains is more than 2 version(s) old (max_staleness)",
+    ]
+    assert lines(oversample=2, dynamic_sampling={"enabled": True, "max_rounds": 3}) == [
+        "with 2 spare group(s) beside them",
+        "groups without signal are replaced, up to 12 groups sampled for a step (dynamic_sampling)",
+    ]
 
 
 # Stopping -----------------------------------------------------------------------------------------------------------------------------
