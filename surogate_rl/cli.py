@@ -1,4 +1,4 @@
-"""The command line: ``surogate-rl sft|dpo|grpo CONFIG``, ``surogate-rl report DIR``.
+"""The command line: ``surogate-rl sft|dpo|grpo CONFIG``, ``surogate-rl report DIR``, ``surogate-rl vllm-server``.
 
 Exit codes: 0 done, 1 failed, 2 the configuration or another input is wrong, 130 stopped by Ctrl-C.
 """
@@ -81,6 +81,23 @@ def report(
         from surogate_rl.report import write_report
 
         print(write_report(directory))
+
+    _guard(act, debug, None)
+
+
+@app.command("vllm-server")
+def vllm_server(
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to serve; runs name it in rollouts.vllm.base_url.")
+    ] = "127.0.0.1:8100",
+    debug: DebugOption = False,
+) -> None:
+    """Serve vLLM to runs on this or other machines, one run at a time. The run says which model; this Python needs vLLM."""
+
+    def act() -> None:
+        from surogate_rl.rollouts.engines.vllm.process import replace_by_server
+
+        replace_by_server(listen)
 
     _guard(act, debug, None)
 

@@ -22,7 +22,6 @@ from surogate_rl.config.yaml_source import Source, parse, scalar
 # Sections of the design that are still to come: a better answer than "unknown key".
 _NOT_YET: dict[KeyPath, str] = {
     ("distributed",): "training on several machines is not there yet; remove this section",
-    ("rollouts", "budget"): "the rollout budget is not there yet; remove this section",
 }
 _YES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 

@@ -20,6 +20,7 @@ from surogate_rl.checkpoint import CheckpointStore
 from surogate_rl.errors import InputError
 from surogate_rl.models import save_adapter, save_model
 from surogate_rl.report import write_report
+from surogate_rl.rollouts.engines.vllm.errors import EngineFailed
 from surogate_rl.tracking import Tracker
 from surogate_rl.trainers.output import FINAL, drop_later_rollouts
 from surogate_rl.trainers.session import Session
@@ -106,7 +107,8 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
                 evaluate(0)
             window = _Window()
             for step in range(done + 1, total + 1):
-                values = algorithm.step(step)
+                with _rescued(session, algorithm, step):
+                    values = algorithm.step(step)
                 window.add(values)
                 if step % config.logging_steps == 0 or step == total:
                     log(step, {**session.updater.metrics.take(), **window.values()})
@@ -129,6 +131,23 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
         algorithm.close()
     _report(session)
     return RunResult(session.output_dir, max(total, done), final, logged, history, evaluation)
+
+
+@contextmanager
+def _rescued(session: Session, algorithm: Algorithm, step: int) -> Iterator[None]:
+    """A run whose engine is lost for good stops with a checkpoint of what has been learned."""
+    updates = session.learner.update_count
+    try:
+        yield
+    except EngineFailed as error:
+        done = step if session.learner.update_count > updates else step - 1
+        if done == 0:
+            raise EngineFailed(f"{error}\nthe run stops; nothing had been learned yet") from error
+        if done not in session.store.steps():
+            _save(session, algorithm, done)
+        raise EngineFailed(
+            f"{error}\nthe run stops after step {done}; checkpoint in {session.store.newest()}; go on with --set resume=auto"
+        ) from error
 
 
 def _report(session: Session) -> None:

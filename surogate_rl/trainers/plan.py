@@ -9,7 +9,7 @@ from surogate_rl.config.schema import DpoConfig, GrpoConfig, SftConfig, TrainCon
 from surogate_rl.learner import Learner
 from surogate_rl.models import inspect_model
 from surogate_rl.trainers import dpo, grpo, sft
-from surogate_rl.trainers.kv_cache import cache_tokens
+from surogate_rl.trainers.kv_cache import available_bytes, cache_tokens
 from surogate_rl.trainers.sampling import stream_settings
 from surogate_rl.trainers.session import check_context, compute_settings, learner_choices, memory_limit
 
@@ -24,16 +24,20 @@ class Plan:
 
 def plan(config: TrainConfig) -> Plan:
     """Raises what loading the model's config raises (missing directory, unknown family...)."""
-    spec = inspect_model(config.model, tokenizer=config.tokenizer).spec
+    info = inspect_model(config.model, tokenizer=config.tokenizer)
+    spec, parameters = info.spec, info.parameters
     check_context(config, spec)
     tokens = micro_batch_tokens(config)
     parts = [(f"learner: {name}", size) for name, size in learner_plan(config, spec, tokens)]
     if isinstance(config, GrpoConfig):
         context = min(config.sequence_len, spec.max_positions)
         sequences = grpo.sequences_together(config)
-        tokens_cached = cache_tokens(spec, sequences, context, config.rollouts.kv_cache_gb)
-        sampler = _core.Generator.plan(spec, max_sequences=sequences, cache_tokens=tokens_cached)
-        parts += [(f"sampler: {name}", size) for name, size in sampler]
+        if config.rollouts.engine == "vllm":
+            parts += vllm_parts(config, spec, sequences, context, parameters)
+        else:
+            tokens_cached = cache_tokens(spec, sequences, context, config.rollouts.kv_cache_gb)
+            sampler = _core.Generator.plan(spec, max_sequences=sequences, cache_tokens=tokens_cached)
+            parts += [(f"sampler: {name}", size) for name, size in sampler]
         if config.loss.beta > 0 and not config.lora:
             reference = Learner.plan(spec, max_tokens=tokens, trainable=False, compute=compute_settings(config))
             parts += [(f"reference: {name}", size) for name, size in reference]
@@ -45,6 +49,30 @@ def plan(config: TrainConfig) -> Plan:
         lines.append(f"  {'memory_limit_gb':<44} {limit / 2**20:>10.1f} MiB")
     lines += ["steps", *(f"  {line}" for line in step_lines(config, tokens))]
     return Plan(lines, total)
+
+
+def vllm_parts(config: GrpoConfig, spec: _core.ModelSpec, sequences: int, context: int, parameters: int) -> list[tuple[str, int]]:
+    """What an engine takes of the learner's device; nothing if it has devices of its own."""
+    from surogate_rl.rollouts.engines.vllm.factory import engine_memory
+
+    vllm, gpu = config.rollouts.vllm, config.device == "cuda"
+    if vllm.base_url is not None or (gpu and vllm.mode == "server"):
+        return []
+    asked = config.rollouts.kv_cache_gb
+    memory = engine_memory(
+        spec,
+        parameters,
+        "float32" if vllm.dtype == "float32" else "bfloat16",
+        sequences=sequences,
+        context=context,
+        free=None if gpu else available_bytes(),
+        gpu=gpu,
+        cache_bytes=int(asked * 2**30) if asked is not None else None,
+    )
+    parts = [("vllm: weights", memory.weights), ("vllm: KV cache, at the most", memory.cache)]
+    if gpu:
+        return [*parts, ("vllm: activations, CUDA graphs, context", memory.reserve)]
+    return [(name, size * vllm.replicas) for name, size in parts] + [("vllm: copy of the weights for updates", memory.weights)]
 
 
 def learner_plan(config: TrainConfig, spec: _core.ModelSpec, tokens: int) -> list[tuple[str, int]]:

@@ -126,12 +126,14 @@ class Rollouts:
         alive = self.engine.shares_weights and self._stream is not None and self._stream.under_way > 0
         if alive and not self._held:
             await self.engine.pause()
-        await self.engine.update_weights(self._session.learner, version)
-        if alive or self._held:
-            await self.engine.resume()
-        self._held = False
-        if self._stream is not None:
-            self._stream.weights_changed(version)
+        try:
+            await self.engine.update_weights(self._session.learner, version)
+            if alive or self._held:
+                await self.engine.resume()
+        finally:  # also for a checkpoint of a run whose engine cannot take them: the learner has them
+            self._held = False
+            if self._stream is not None:
+                self._stream.weights_changed(version)
 
     async def _close(self) -> None:
         try:

@@ -69,7 +69,6 @@ def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
             {"rollouts": {"temperature": 0}},
             "rollouts.temperature: 0 (greedy) cannot be trained on, all completions are alike; set it above 0",
         ),
-        ("grpo", {"rollouts": {"engine": "vllm"}}, "rollouts.engine: vllm is not there yet; set it to native or auto"),
         (
             "grpo",
             {"rollouts": {"max_staleness": 1, "oversample": 9}},

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 
-from surogate_rl.config import Command, ConfigError, ConfigWarning, devices, load_config, parse_config, resolve
+from surogate_rl.config import Command, ConfigError, ConfigWarning, devices, load_config, parse_config, resolve, vllm
 
 MINIMAL: dict[str, Any] = {"model": "m", "output_dir": "out", "datasets": ["rows.jsonl"]}
 BASES: dict[Command, dict[str, Any]] = {"sft": MINIMAL, "dpo": MINIMAL, "grpo": {**MINIMAL, "rewards": ["exact_match"]}}
 SAMPLED_EVAL = {"datasets": ["held.jsonl"], "rewards": ["exact_match"]}
+NO_VLLM = "vLLM is not installed"
 MISSING = "this build has no CUDA back-end; build it, or use device: cpu"
 
 
-def with_gpu(monkeypatch: pytest.MonkeyPatch, reason: str = "") -> None:
+def with_gpu(monkeypatch: pytest.MonkeyPatch, reason: str = "", no_vllm: str = NO_VLLM) -> None:
+    """As on a machine with a GPU (`reason`: why it cannot be used), and with vLLM (`no_vllm`: why it cannot)."""
     for module in (devices, resolve):
         monkeypatch.setattr(module, "cuda_unavailable_reason", lambda: reason)
+    for module in (devices, vllm):
+        monkeypatch.setattr(module, "vllm_missing_reason", lambda section: no_vllm)
 
 
 def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
@@ -61,9 +65,13 @@ def test_resolved(
         ),
         (
             "grpo",
+            {"device": "cuda", "rollouts": {"engine": "native"}},
+            "rollouts.engine: native samples on the cpu only; with device: cuda set it to vllm (or auto), or set device: cpu",
+        ),
+        (
+            "grpo",
             {"device": "cuda"},
-            "rollouts.engine: native samples on the cpu only, and vllm is not there yet, so grpo cannot run with device: cuda; "
-            "set device: cpu",
+            f"rollouts.engine: device: cuda samples with vLLM, but {NO_VLLM}",
         ),
         (
             "dpo",
@@ -74,7 +82,7 @@ def test_resolved(
         (
             "grpo",
             {"gpus": 1},
-            "gpus: 1 asked for, but this run samples completions, which is done on the cpu; set gpus: 0 or remove the key",
+            "gpus: 1 asked for, but the native engine samples this run's completions on the cpu; set gpus: 0 or remove the key",
         ),
     ],
 )
@@ -97,6 +105,24 @@ def test_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch, keys: dict[str, 
     assert lines_of("sft", keys) == [message]
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, ("cuda", "vllm", "colocate", "bfloat16", "full", False)),
+        ({"device": "cpu"}, ("cpu", "native", "auto", "auto", "auto", None)),
+        ({"rollouts": {"engine": "native"}}, ("cpu", "native", "auto", "auto", "auto", None)),
+        ({"device": "cpu", "rollouts": {"engine": "vllm"}, "lora": True}, ("cpu", "vllm", "colocate", "float32", "merged", True)),
+        ({"rollouts": {"vllm": {"replicas": 2}}}, ("cuda", "vllm", "server", "bfloat16", "full", False)),
+    ],
+)
+def test_the_engine(monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], expected: tuple[object, ...]) -> None:
+    with_gpu(monkeypatch, no_vllm="")
+    config = parse_config({**BASES["grpo"], **keys}, "grpo")
+    section = config.rollouts.vllm
+    assert (config.device, config.rollouts.engine, section.mode, section.dtype, section.sync, section.enforce_eager) == expected
+    assert parse_config(config, "grpo") == config
+
+
 def test_a_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_gpu(monkeypatch, MISSING)
     file = tmp_path / "config.yaml"
@@ -112,7 +138,12 @@ def test_a_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         ("sft", {"master_weights": False}, False, "master_weights has no effect while the recipe is float32"),
         ("sft", {"deterministic": True}, False, "deterministic has no effect while the device is cpu, which always gives the same bits"),
         ("sft", {"threads": 3}, True, "threads has no effect while the device is cuda"),
-        ("grpo", {}, True, "device: auto takes the cpu, although there is a GPU: completions are sampled on the cpu only"),
+        (
+            "grpo",
+            {},
+            True,
+            "device: auto takes the cpu, although there is a GPU: the native engine samples on the cpu only; vLLM would on the GPU",
+        ),
     ],
 )
 def test_told(monkeypatch: pytest.MonkeyPatch, command: Command, keys: dict[str, Any], gpu: bool, message: str) -> None:

@@ -91,8 +91,8 @@ def engine_memory(
 
 
 class Launched:
-    """Processes of engines that were started ahead of everything else, because importing vLLM takes long. Who takes them ends them; `close`
-    ends those that nobody took.
+    """Processes of engines that were started ahead of everything else, because importing vLLM takes long. `close` ends them, whoever has
+    taken them.
 
     Raises:
         EngineFailed: an interpreter cannot be started.
@@ -111,12 +111,12 @@ class Launched:
             self.close()
             raise
 
-    def take(self) -> list[EngineProcess]:
-        taken, self._processes = self._processes, []
-        return taken
+    @property
+    def processes(self) -> list[EngineProcess]:
+        return list(self._processes)
 
     def close(self) -> None:
-        for process in self.take():
+        for process in self._processes:
             process.kill()
 
 
@@ -144,7 +144,7 @@ def make_vllm_engine(
         learner,
         vllm_options(config, loaded, learner, sequences=sequences, free=free, output_dir=output_dir),
         tokenizer=loaded.tokenizer,
-        processes=launched.take(),
+        processes=launched.processes,
     )
 
 

@@ -12,8 +12,10 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from surogate_rl.rollouts.engines.vllm.errors import EngineFailed
+from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
 
 _HOST = Path(__file__).parent / "host"
 _MODULE = "surogate_vllm.main"
@@ -51,6 +53,7 @@ class EngineProcess:
     def __init__(self, python: str, *, server: bool, environment: Mapping[str, str]) -> None:
         self._folder = tempfile.mkdtemp(prefix="surogate-vllm-")
         self._early_log = Path(self._folder) / "start.log"
+        self._killed = False
         self.log: Path | None = None  # what it prints once it has been told where to
         ours, theirs = socket.socketpair()
         self._lifeline = ours
@@ -84,10 +87,12 @@ class EngineProcess:
     def _environment(self, python: str, more: Mapping[str, str]) -> dict[str, str]:
         environment = dict(os.environ)
         # another interpreter's packages are not ours
-        inherited = environment.get("PYTHONPATH") if os.path.realpath(python) == os.path.realpath(sys.executable) else None
+        inherited = environment.get("PYTHONPATH") if shutil.which(python) == sys.executable else None
         environment |= _QUIET
         environment["PYTHONPATH"] = os.pathsep.join([str(_HOST), *([inherited] if inherited else [])])
-        environment["VLLM_RPC_BASE_PATH"] = environment["SUROGATE_VLLM_FOLDER"] = self._folder
+        # everything that vLLM leaves lying about goes into one folder, but for what later runs profit from
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
+        environment["VLLM_RPC_BASE_PATH"] = environment["TMPDIR"] = environment[guard.FOLDER] = self._folder
         return environment | dict(more)
 
     @property
@@ -138,19 +143,24 @@ class EngineProcess:
 
     def kill(self) -> None:
         """Ends the whole tree at once and waits for it."""
+        if self._killed:
+            return
+        self._killed = True
+        guard.clean(self._process.pid, self._folder)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._release()
-
-    def close(self, patience: float) -> None:
-        """Gives it `patience` seconds to end by itself (its connection has been closed), then kills it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
-        self.kill()
 
     def _release(self) -> None:
         self._lifeline.close()
         if self.connection is not None:
             self.connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def replace_by_server(listen: str) -> NoReturn:
+    """Becomes an engine's main process that serves runs at `listen` (``host:port``) until it is stopped."""
+    environment = dict(os.environ) | {key: value for key, value in _QUIET.items() if key != "PYTHONSAFEPATH"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_HOST), *filter(None, [environment.get("PYTHONPATH")])])
+    os.execve(sys.executable, [sys.executable, "-m", _MODULE, "--listen", listen], environment)

@@ -17,7 +17,6 @@ from surogate_rl.rollouts.engines.vllm.process import EngineProcess
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 
 _SLOWEST = 20e6  # bytes per second of an update that is still waited for
-_PATIENCE = 10.0  # seconds that an engine gets to end by itself
 
 
 class Replica:
@@ -211,7 +210,7 @@ class Replica:
         if self._connection is not None:
             await self._connection.close()
         if self._process is not None:
-            await asyncio.to_thread(self._process.close, _PATIENCE)
+            await asyncio.to_thread(self._process.kill)  # vLLM's own way to end takes ten seconds and leaves nothing better
 
 
 def _checked(name: str, report: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -15,6 +16,8 @@ import socket
 import sys
 import threading
 from typing import NoReturn
+
+FOLDER = "SUROGATE_VLLM_FOLDER"
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,8 +45,39 @@ def watch(lifeline: socket.socket) -> None:
 
 def kill_group() -> NoReturn:
     """Kills the engine's processes at once. The main process leads a group of its own, so this reaches nothing of the run's."""
-    if folder := os.environ.get("SUROGATE_VLLM_FOLDER"):  # of sockets, which the kernel does not remove
-        shutil.rmtree(folder, ignore_errors=True)
     if os.getpgrp() == os.getpid():
+        clean(os.getpid())
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def clean(group: int, folder: str | None = None) -> None:
+    """Removes what the kernel would not when the group is killed: shared memory that has a name, and the folder of sockets and temporary
+    files. The processes keep what they have open.
+
+    Args:
+        group: id of the process group.
+        folder: default: of this process.
+    """
+    for path in _named_memory(group):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    if folder := folder or os.environ.get(FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _named_memory(group: int) -> set[str]:
+    found: set[str] = set()
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()
+            if int(state[2]) != group:
+                continue
+            with open(f"/proc/{entry}/maps", encoding="utf-8", errors="replace") as maps:
+                found |= {line.split(maxsplit=5)[5].strip() for line in maps if "/dev/shm/" in line}
+        except (OSError, IndexError, ValueError):
+            continue  # it has ended meanwhile
+    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}

@@ -163,10 +163,14 @@ class Layout:
         return self._model.get_submodule(module), leaf
 
     def loadable(self, name: str) -> str:
-        """The name under which vLLM's loader takes a tensor."""
+        """The name under which vLLM's loader takes a tensor: later versions see through the wrapper of a module that may get adapters,
+        older ones want to be told of it."""
         target, _ = self.place(name)
+        wrapper, wrapped, _ = self._actual[target].partition(_WRAPPER)
+        if not wrapped or callable(getattr(self._model.get_submodule(wrapper), "load_weights", None)):
+            return name
         stem, _, leaf = name.rpartition(".")
-        return f"{stem}{_WRAPPER}{leaf}" if _WRAPPER in self._actual[target] else name
+        return f"{stem}{_WRAPPER}{leaf}"
 
     def misfit(self, name: str, tensor: torch.Tensor) -> str:
         """Why a tensor cannot be loaded; empty if it can. Between start and finish, when parameters have their checkpoint's shapes."""

@@ -160,7 +160,7 @@ class Runtime:
         was_paused, start = self._paused, time.perf_counter()
         await self.pause()
         paused = time.perf_counter()
-        folder = tempfile.mkdtemp(prefix="adapter-", dir=os.environ.get("SUROGATE_VLLM_FOLDER"))
+        folder = tempfile.mkdtemp(prefix="surogate-adapter-")
         with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
             json.dump(config, file)
         with open(os.path.join(folder, "adapter_model.safetensors"), "wb") as binary:
