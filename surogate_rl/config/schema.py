@@ -17,6 +17,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class Section(BaseModel):
@@ -35,7 +36,7 @@ class DatasetConfig(Section):
     split: Text = Field(default="train", description="split of the data set")
     name: Text | None = Field(default=None, description="configuration of a hub data set")
     size: PositiveInt | None = Field(default=None, description="rows to take (reasoning_gym: rows to generate)")
-    seed: NonNegativeInt | None = Field(default=None, description="reasoning_gym: seed of the generated rows; default: the run's")
+    seed: Seed | None = Field(default=None, description="reasoning_gym: seed of the generated rows; default: the run's")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of a reasoning_gym task")
     columns: dict[str, str] = Field(default_factory=dict, description="our column name -> the data set's, e.g. `{prompt: question}`")
     system_prompt: str | None = Field(default=None, description="prepended as a system message where the row has none")
@@ -357,7 +358,7 @@ class TrainConfig(Section):
     max_skipped_steps: PositiveInt = Field(
         default=5, description="stop after so many steps in a row that are not finite, or (grpo) in which no completion could be scored"
     )
-    seed: NonNegativeInt = Field(default=42, description="of data order, sampling and fresh weights")
+    seed: Seed = Field(default=42, description="of data order, sampling and fresh weights")
     logging_steps: PositiveInt = Field(default=1, description="steps between two lines of metrics")
     save_steps: NonNegativeInt = Field(default=500, description="steps between two checkpoints; 0: only the final model")
     save_total_limit: PositiveInt | None = Field(default=2, description="checkpoints to keep; null: all")

@@ -30,7 +30,7 @@ from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import require_same_rows
 from surogate_rl.trainers.turn_credit import credit_turns
-from surogate_rl.trainers.unscored import UnscoredSteps
+from surogate_rl.trainers.unscored import EqualRewards, UnscoredSteps
 from surogate_rl.trainers.update import LogpSettings
 
 
@@ -77,7 +77,7 @@ class Grpo:
         self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None
         self._log = RolloutLog(session.output_dir / "rollouts", session.loaded.tokenizer)
         self._num_tokens = 0
-        self._unscored = UnscoredSteps(config.max_skipped_steps)
+        self._unscored, self._equal = UnscoredSteps(config.max_skipped_steps), EqualRewards()
 
     @property
     def total_steps(self) -> int:
@@ -108,6 +108,8 @@ class Grpo:
         values |= self._rewards.report().metrics()
         if note := self._unscored(step, [episode for group in batch.used for episode in group.episodes]):
             self._session.progress.note(note)
+        elif equal := self._equal(step, values.get("frac_reward_zero_std")):
+            self._session.progress.note(equal)
         elif not groups:
             self._session.progress.note(f"step {step}: rewards were equal within all {len(batch.used)} groups sampled; nothing was learned")
         if self._budget is not None:

@@ -1,4 +1,4 @@
-"""Steps in which no completion could be scored: nothing is learned from them, and many in a row mean a broken reward."""
+"""Steps that nothing is learned from: no completion could be scored (many in a row mean a broken reward), or rewards do not differ."""
 
 from __future__ import annotations
 
@@ -40,3 +40,25 @@ class UnscoredSteps:
                 f"{why} (max_skipped_steps is the number of such steps that a run bears)"
             )
         return f"step {step}: no completion could be scored, nothing was learned: {why}"
+
+
+class EqualRewards:
+    """Tells once when the rewards of whole steps do not differ within any group: the advantages are all 0.
+
+    Args:
+        patience: such steps in a row before it is told.
+    """
+
+    def __init__(self, patience: int = 5) -> None:
+        self.patience = patience
+        self.in_a_row = 0
+
+    def __call__(self, step: int, frac_reward_zero_std: float | None) -> str | None:
+        """`frac_reward_zero_std`: the step's metric; None where it has none."""
+        self.in_a_row = self.in_a_row + 1 if frac_reward_zero_std == 1.0 else 0
+        if self.in_a_row != self.patience:
+            return None
+        return (
+            f"step {step}: for {self.patience} steps the completions of every prompt had equal rewards, so nothing was learned from them; "
+            "an easier task, a reward with steps in between, more num_generations or a higher temperature would make them differ"
+        )
