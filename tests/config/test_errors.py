@@ -46,7 +46,6 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lines:
         ("sft", "loss: {xyz: 2.0}", "unknown key 'loss.xyz'; loss takes loss_type, args"),
         ("grpo", "num_generations: 4", "unknown key 'num_generations'; did you mean 'rollouts.num_generations'?"),
         ("grpo", "rollouts: {temprature: 1.0}", "unknown key 'rollouts.temprature'; did you mean 'rollouts.temperature'?"),
-        ("grpo", "rollouts: {budget: {}}", "rollouts.budget: the rollout budget is not there yet; remove this section"),
         ("grpo", "distributed: {nodes: 2}", "distributed: training on several machines is not there yet; remove this section"),
         ("sft", "learning_rate: abc", "learning_rate: expected a number greater than 0, got 'abc'"),
         ("sft", 'learning_rate: "1e-5"', "learning_rate: expected a number greater than 0, got '1e-5'; remove the quotes"),
@@ -95,8 +94,8 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lines:
         ("dpo", "loss: mine.py", "loss.loss_type: expected path/file.py:function, got 'mine.py'"),
         (
             "grpo",
-            "environment: {type: tool}",
-            "environment: environments of several turns are not there yet; write environment: single_turn",
+            "environment: {type: tools}",
+            "unknown key 'environment.type'; environment takes name, args, max_turns, timeout, weight, turn_credit, turn_discount",
         ),
         (
             "grpo",
