@@ -109,7 +109,8 @@ def step_lines(config: TrainConfig, tokens: int) -> list[str]:
         rollouts, loss = config.rollouts, config.loss
         completions = f"{rollouts.prompts_per_step} prompts x {rollouts.num_generations} completions"
         updates = loss.num_iterations * loss.num_minibatches
-        lines.append(f"a step samples {completions} of at most {rollouts.max_completion_length} tokens")
+        turns = f" in each of at most {config.environment.max_turns} turns" if (config.environment.max_turns or 1) > 1 else ""
+        lines.append(f"a step samples {completions} of at most {rollouts.max_completion_length} tokens{turns}")
         lines += stream_lines(config)
         lines.append(f"and makes {updates} update(s): {loss.num_iterations} pass(es) of {loss.num_minibatches} minibatch(es)")
     else:

@@ -310,3 +310,49 @@ def test_whatever_is_sampled_and_said_segments_hold_the_sampled_ids_and_the_temp
         if "<think>" in text or "�" in text or "�" in tokenizer.decode(context):
             continue  # dropped thinking, or half a character: words do not tell
         assert squashed(tokenizer.decode(context)) == squashed(text)
+
+
+# ---- plain text --------------------------------------------------------------------------------------------------------------------
+
+
+def metaspace() -> Any:
+    """As Llama 2's: words carry the space before them, and the first word of any text gets one."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "</s>"], show_progress=False)
+    core.train_from_iterator(["guess a number higher lower than five and ten", "0 1 2 3 4 5 6 7 8 9\n"] * 5, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>")
+
+
+def test_a_tokenizer_that_puts_a_space_before_texts_puts_none_into_the_middle() -> None:
+    tokenizer = metaspace()
+    conversation = start(tokenizer, None, "guess a number ")
+    say(conversation, tokenizer, ids_of(tokenizer, "five"))
+    conversation.answer(None, [{"role": "user", "content": "lower than ten"}])
+    added = conversation.context[len(conversation.segments[0].tokens) :]
+    assert "".join(tokenizer.convert_ids_to_tokens(added)) == "lower▁than▁ten"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_plain_text_holds_the_sampled_ids_and_the_environments_words(family: Family, data: st.DataObject) -> None:
+    tokenizer = family("plain_text")
+    words = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), max_size=12)
+    prompt = data.draw(words.filter(bool))
+    conversation = start(tokenizer, None, prompt)
+    emitted: list[int] = []
+    spelled = prompt
+    for turn in range(data.draw(st.integers(1, 4))):
+        ids = ids_of(tokenizer, data.draw(words.filter(bool)))
+        say(conversation, tokenizer, ids, turn)
+        emitted += ids
+        reply = data.draw(words)
+        conversation.answer(None, [{"role": "user", "content": reply}])
+        spelled += tokenizer.decode(ids) + reply
+    assert sampled(conversation.segments) == emitted
+    assert len(conversation.segments) == 1
+    assert tokenizer.decode(conversation.context) == spelled
