@@ -15,8 +15,8 @@ any e > 0 and any law of lengths and rewards:
   that suits an episode which has come so far (b, the mean of all, is too high there and would push every such token down or up by far).
 
 Two ways of getting this wrong are easy. Giving later tokens V + (G/e)(R - V) *and* the factor 1/e counts 1/e twice: the expected gradient
-of going on is multiplied by 1/e. And a baseline that contains the episode's own credit (the mean of the group, as grpo has it) does not only
-scale the gradient by (n - 1)/n, as without cuts: after the cap its own share is (R - V) / (n e), so the factor becomes 1 - 1/(n e),
+of going on is multiplied by 1/e. And a baseline that contains the episode's own credit (the mean of the group, as grpo has it) does not
+only scale the gradient by (n - 1)/n, as without cuts: after the cap its own share is (R - V) / (n e), so the factor becomes 1 - 1/(n e),
 which is negative when n e < 1, and differs from the factor before the cap.
 
 The other credits bend the gradient and are there for comparison: `value` gives every cut episode V (so that reaching the cap is worth V

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 PRIOR_MEAN = 0.5
 PRIOR_STRENGTH = 2.0
-LEAST_STRENGTH, MOST_STRENGTH = 0.5, 20.0
+LEAST_STRENGTH, MOST_STRENGTH = 0.1, 20.0
 GRADED_SHAPE = 2.0
 """alpha of the prior of graded variances; its mean is beta / (alpha - 1)."""
 

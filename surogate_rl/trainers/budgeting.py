@@ -1,0 +1,65 @@
+"""The budget that a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from surogate_rl.config.schema import DepthBudgetConfig, GrpoConfig, WidthBudgetConfig
+from surogate_rl.objectives.advantages import resolve_scale_rewards
+from surogate_rl.rollouts.budget.controller import AdaptiveBudget, BudgetSettings, WidthSettings
+from surogate_rl.rollouts.budget.depth import DepthSettings
+from surogate_rl.rollouts.budget.grid import DepthUnit
+from surogate_rl.rollouts.types import EpisodeLimits
+
+DEFAULT_MOST = 3
+
+
+def make_budget(config: GrpoConfig, limits: EpisodeLimits) -> AdaptiveBudget | None:
+    """None if neither depth nor width has a budget: then nothing at all is different.
+
+    Args:
+        limits: of an episode without a budget.
+    """
+    budget, loss = config.rollouts.budget, config.loss
+    if budget.depth is None and budget.width is None:
+        return None
+    return AdaptiveBudget(
+        BudgetSettings(
+            prompts=config.rollouts.prompts_per_step,
+            completions=config.rollouts.num_generations,
+            limits=limits,
+            seed=config.seed,
+            depth=depth_settings(budget.depth) if budget.depth is not None else None,
+            width=width_settings(budget.width, config.rollouts.num_generations) if budget.width is not None else None,
+            unit=depth_unit(budget.depth.unit, limits) if budget.depth is not None else "tokens",
+            credit=budget.depth.credit if budget.depth is not None else "unbiased",
+            scale=resolve_scale_rewards(loss.loss_type, loss.scale_rewards),
+            baseline="batch" if loss.loss_type == "reinforce_plus_plus" else "group",
+            leave_one_out=loss.loss_type == "rloo",
+        )
+    )
+
+
+def depth_unit(unit: str, limits: EpisodeLimits) -> DepthUnit:
+    if unit == "auto":
+        return "turns" if (limits.max_turns or 1) > 1 else "tokens"
+    return cast(DepthUnit, unit)
+
+
+def depth_settings(config: DepthBudgetConfig) -> DepthSettings:
+    return DepthSettings(
+        coverage=config.coverage,
+        min=config.min,
+        max=config.max,
+        explore=None if config.explore == "auto" else config.explore,
+        min_explore=config.min_explore,
+        memory=config.memory,
+        buckets=config.buckets,
+        min_episodes=config.min_episodes,
+        success_threshold=config.success_threshold,
+    )
+
+
+def width_settings(config: WidthBudgetConfig, completions: int) -> WidthSettings:
+    most = config.max if config.max is not None else DEFAULT_MOST * completions
+    return WidthSettings(min=config.min, max=most, floor=config.floor, discount=config.discount)
