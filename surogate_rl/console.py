@@ -91,6 +91,8 @@ def shown_names(values: Mapping[str, float]) -> list[str]:
 def evaluation_rank(name: str) -> int | None:
     """The place of an evaluation's metric among those that are shown, from 0; None: it is only in the file."""
     bare = name[5:] if _is_evaluation(name) else name
+    if bare == "mean@1":  # of one completion for each prompt it is the reward
+        return None
     for rank, shown in enumerate(_EVALUATION_SHOWN):
         if bare == shown or (shown.endswith("@") and bare.startswith(shown)):
             return rank

@@ -328,7 +328,10 @@ def _hub(config: DatasetConfig) -> Source:
 def _reasoning_gym(config: DatasetConfig, seed: int) -> Source:
     import dataclasses
 
-    from reasoning_gym.factory import DATASETS, create_dataset
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise DataError(f"{config.path}: the package reasoning-gym is not installed ({error}); run: pip install reasoning-gym") from error
 
     task = config.path[len(GYM_PREFIX) :]
     if task not in DATASETS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -242,6 +243,17 @@ def test_rows_longer_than_the_context(cli: Run) -> None:
         2,
         "error: rows.jsonl: no example is left of 1 row: 1 is longer than sequence_len (32); "
         "raise sequence_len or set overlong: truncate\n",
+    )
+
+
+def test_a_task_whose_package_is_not_there(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("reasoning_gym")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    assert cli("sft", SFT.replace("rows.jsonl", "reasoning_gym/chain_sum")) == (
+        2,
+        "error: reasoning_gym/chain_sum: the package reasoning-gym is not installed (No module named 'reasoning_gym.factory'; 'reasoning_gym' is not a package); "
+        "run: pip install reasoning-gym\n",
     )
 
 

@@ -15,8 +15,8 @@ from surogate_rl.models.adapter import file_name as adapter_file_name
 from surogate_rl.models.family import Family
 
 SEEDS = (1, 2, 3)
-# AdamW divides a gradient by its own size plus epsilon. Where a gradient happens to be nearly zero, its rounding error (a share of the other
-# gradients of the tensor, which are of the order of 5 here) must not become a share of a whole step, so epsilon is of their order.
+# AdamW divides a gradient by its own size plus epsilon. Where a gradient happens to be nearly zero, its rounding error (a share of the
+# other gradients of the tensor, which are of the order of 5 here) must not become a share of a whole step, so epsilon is of their order.
 EPSILON = 1.0
 
 
