@@ -3,7 +3,7 @@
 A function takes what its parameters name. Called for each completion:
 
 * ``prompt``: the task's text, or its list of messages if it is a chat;
-* ``completion``: the text of what the policy said;
+* ``completion``: the text of what the policy said (in an episode of several turns: its last one);
 * ``messages``: the whole conversation;
 * ``tokens``: ids that the policy sampled;
 * ``episode``: the `Episode` itself;

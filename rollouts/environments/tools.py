@@ -221,7 +221,9 @@ def with_tools(task: Task, schemas: list[dict[str, Any]], dialect: ToolDialect) 
             "chat_template, and give the data set a column 'messages' (or 'prompt' as a list of messages)"
         )
     if dialect.shows_tools:
-        return replace(task, tools=[*(task.tools or []), *schemas])
+        names = {schema["function"]["name"] for schema in schemas}
+        others = [tool for tool in task.tools or [] if tool.get("function", tool).get("name") not in names]
+        return replace(task, tools=[*others, *schemas])
     description = SYSTEM + "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)
     first = task.messages[0] if task.messages else None
     if first is not None and first["role"] == "system":

@@ -274,6 +274,14 @@ def test_every_family_sees_results_of_good_and_bad_calls(family: Family, name: s
     assert sampled == [i for turn in turns for i in turn]
 
 
+def test_tools_that_a_row_names_itself_are_shown_once(tools: Environments) -> None:
+    schemas = tools.prepare(TASK).tools
+    assert schemas is not None
+    other = {"type": "function", "function": {"name": "other", "description": "d", "parameters": {}}}
+    named = Task(0, TASK.messages, None, {}, tools=[schemas[0], other])
+    assert tools.prepare(named).tools == [other, *schemas]
+
+
 # ---- saying what is wrong ---------------------------------------------------------------------------------------------------------
 
 
