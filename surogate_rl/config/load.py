@@ -139,6 +139,7 @@ def at_key(path: str | os.PathLike[str], overrides: Sequence[str], key: KeyPath,
     for text in overrides:
         where, value = set_.split(text)
         set_.apply(source.data, where, value, text)
+        _expand_shorthands(source.data, "grpo")
         applied.append((where, text))
     return ConfigError([_located(name, Problem(message, key), source, applied)])
 
@@ -168,10 +169,10 @@ def _check(
         try:
             path, value = set_.split(text)
             set_.apply(data, path, value, text)
+            _expand_shorthands(data, command)  # so that loss=dapo may be followed by loss.epsilon_high=0.28
             applied.append((path, text))
         except set_.OverrideError as error:
             set_lines.append(str(error))
-    _expand_shorthands(data, command)
     if name is not None:
         anchor(data, Path(name).parent, applied)
 

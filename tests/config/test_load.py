@@ -63,6 +63,20 @@ def test_strings_stand_for_sections(tmp_path: Path) -> None:
     assert load(tmp_path, GRPO + "report_to: none\n").report_to == []
 
 
+def test_a_key_of_a_section_that_was_set_by_its_shorthand(tmp_path: Path) -> None:
+    sets = (
+        "loss=dapo",
+        "loss.epsilon_high=0.28",
+        "environment=single_turn",
+        "environment.timeout=5",
+        "rewards=regex",
+        "rewards.0.args.pattern=x",
+    )
+    config = load(tmp_path, GRPO, sets=sets)
+    assert (config.loss.loss_type, config.loss.epsilon_high, config.environment.timeout) == ("dapo", 0.28, 5)
+    assert (config.rewards[0].name, config.rewards[0].args) == ("regex", {"pattern": "x"})
+
+
 def test_overrides_are_typed_as_the_file_is(tmp_path: Path) -> None:
     config = load(
         tmp_path,
