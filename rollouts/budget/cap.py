@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_rl.rollouts.budget.incidence import Incidence, wilson
+from surogate_rl.rollouts.budget.incidence import Incidence, wilson_high
 
 CAUTION = 1.0
 """z of the one-sided limit (84%) that coverage must keep."""
@@ -67,16 +67,13 @@ class Choice:
 UNCAPPED = Choice(None, 1.0, 0.0, 1.0)
 
 
-def least_coverage(law: Incidence, depth: int, caution: float = CAUTION) -> float:
-    """A lower limit of the coverage of `depth`."""
-    reached = float(law.success[depth])
-    if reached <= 0:
-        return 0.0
-    left = float(law.survival[depth])
-    if left <= 0:
-        return 1.0
-    beyond = float(law.success[-1] - law.success[depth]) / left
-    return reached / (reached + left * wilson(beyond, law.followed(depth), caution)[1])
+def least_coverage(law: Incidence, caution: float = CAUTION) -> NDArray[np.float64]:
+    """[K + 1]: a lower limit of the coverage of each depth."""
+    reached, left = law.success, law.survival
+    beyond = np.divide(reached[-1] - reached, left, out=np.zeros_like(left), where=left > 0)
+    hidden = left * wilson_high(beyond, law.followed_by_depth(), caution)
+    total = reached + hidden
+    return np.divide(reached, total, out=np.zeros_like(total), where=total > 0)
 
 
 @dataclass(frozen=True)
@@ -142,37 +139,34 @@ def _choice(law: Incidence, candidates: _Candidates, index: int, explore: float)
 
 
 def _candidates(law: Incidence, widths: NDArray[np.float64], rule: CapRule) -> _Candidates:
-    depth = np.cumsum(widths)
-    before = law.survival[:-1]
+    depth, before = np.cumsum(widths), law.survival[:-1]
     ended, gathered, squared = before * law.hazard, before * law.reward_hazard, before * law.reward_sq_hazard
-    ended = ended.copy()
     ended[-1] += max(1.0 - float(ended.sum()), 0.0)  # nobody seen to end: at the horizon, with nothing
     baseline = float(law.reward[-1])
-    around = depth * (squared - 2 * baseline * gathered + baseline**2 * ended)
-    spent = np.concatenate([[0.0], np.cumsum(widths * before)])
-    caps = [law.cells]
-    rows = [(float(around.sum()), 0.0, float(spent[-1]), 0.0)]
-    for cap in range(rule.least, min(rule.most, law.cells - 1) + 1):
-        left = float(law.survival[cap])
-        if left <= 0:
-            break
-        if least_coverage(law, cap) < rule.coverage and not (rule.most < law.cells and cap == rule.most):
-            continue
-        going_on = law.value(cap)
-        value = going_on.value
-        later = squared[cap:] - 2 * value * gathered[cap:] + value**2 * ended[cap:]
-        unsure = left * going_on.error**2  # V is an estimate
-        at = float(depth[cap - 1])
-        beyond = depth[cap:] - at
-        explored = at * (float(later.sum()) + unsure) + float((beyond * later).sum()) + float(beyond.mean()) * unsure
-        caps.append(cap)
-        rows.append(
-            (
-                float(around[:cap].sum()) + at * left * (value - baseline) ** 2,
-                max(explored, 0.0),
-                float(spent[cap]),
-                float(spent[-1] - spent[cap]),
-            )
-        )
-    table = np.array(rows)
-    return _Candidates(np.array(caps, dtype=np.int64), table[:, 0], table[:, 1], table[:, 2], table[:, 3])
+    around = np.cumsum(depth * (squared - 2 * baseline * gathered + baseline**2 * ended))
+    spent = np.cumsum(widths * before)
+
+    caps = np.arange(rule.least, min(rule.most, law.cells - 1) + 1)
+    admitted = (least_coverage(law)[caps] >= rule.coverage) | ((caps == rule.most) & (rule.most < law.cells))
+    caps = caps[admitted & (law.survival[caps] > 0)]
+    left, at = law.survival[caps], depth[caps - 1]
+    value, variance = (array[caps] for array in law.values_by_depth())
+    # sums over what ends beyond each cap, of (R - V)^2 and of (T - d) (R - V)^2
+    sums = [_beyond(mark)[caps] for mark in (squared, gathered, ended)]
+    timed = [_beyond(depth * mark)[caps] for mark in (squared, gathered, ended)]
+    apart = sums[0] - 2 * value * sums[1] + value**2 * sums[2]
+    apart_timed = timed[0] - 2 * value * timed[1] + value**2 * timed[2] - at * apart
+    unsure = left * variance  # V is an estimate
+    explored = at * (apart + unsure) + apart_timed + (_beyond(depth * ended)[caps] / left - at) * unsure
+    return _Candidates(
+        np.concatenate([[law.cells], caps]),
+        np.concatenate([around[-1:], around[caps - 1] + at * left * (value - baseline) ** 2]),
+        np.concatenate([[0.0], np.maximum(explored, 0.0)]),
+        np.concatenate([spent[-1:], spent[caps - 1]]),
+        np.concatenate([[0.0], spent[-1] - spent[caps - 1]]),
+    )
+
+
+def _beyond(cells: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[K + 1]: sums over the cells after each depth."""
+    return np.concatenate([np.cumsum(cells[::-1])[::-1], [0.0]])

@@ -55,6 +55,7 @@ class TaskHistory:
         self._tasks: dict[int, NDArray[np.float64]] = {}  # weight, sum of rewards, sum of squares
         self._population = np.zeros(4)  # weight, sum of means, sum of p^2 estimates, sum of variances within groups
         self.graded = False
+        self._prior: tuple[float, float, float] | None = None
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -62,6 +63,7 @@ class TaskHistory:
     def forget(self) -> None:
         """Once per step: lets the population's moments fade."""
         self._population *= self.keep
+        self._prior = None
 
     def add(self, task: int, rewards: Sequence[float], weights: Sequence[float]) -> None:
         """One visit of a task: its observed rewards, each with the number of episodes that it stands for."""
@@ -74,6 +76,7 @@ class TaskHistory:
         sums = np.array([own.sum(), own @ values, own @ values**2])
         self._tasks[task] = self.discount * self._tasks.get(task, np.zeros(3)) + sums
         weight = float(sums[0])
+        self._prior = None
         if weight > 1:
             mean = sums[1] / weight
             spread = max(sums[2] / weight - mean * mean, 0.0) * weight / (weight - 1)  # unbiased for unit weights
@@ -81,6 +84,11 @@ class TaskHistory:
 
     def population(self) -> tuple[float, float, float]:
         """Mean of the tasks' means, strength of the Beta prior, mean variance within a task."""
+        if self._prior is None:
+            self._prior = self._fit_prior()
+        return self._prior
+
+    def _fit_prior(self) -> tuple[float, float, float]:
         weight = float(self._population[0])
         if weight <= 0:
             return PRIOR_MEAN, PRIOR_STRENGTH, PRIOR_MEAN * (1 - PRIOR_MEAN)
@@ -122,3 +130,4 @@ class TaskHistory:
         self._tasks = {int(task): row.copy() for task, row in zip(state["tasks"], sums, strict=True)}
         self._population = np.array(state["population"], dtype=np.float64)
         self.graded = bool(state["graded"][0])
+        self._prior = None

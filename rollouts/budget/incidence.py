@@ -210,6 +210,20 @@ class Incidence:
         counts = self.effective[depth:][reached > 0] / reached[reached > 0]
         return float(counts.min()) if counts.size else 0.0
 
+    def values_by_depth(self) -> tuple[Doubles, Doubles]:
+        """`value` of every depth 0..K and its variance, at once; 0 where no episode goes on."""
+        gathered, left = self.reward, self.survival
+        mark, end = left[:-1], -_ratio(gathered[-1] - gathered[1:], 1.0 - self.hazard)
+        one = self._spread(mark, end, self.reward_hazard, self.reward_sq_hazard)
+        later = np.concatenate([np.cumsum(_ratio(one, self.effective)[::-1])[::-1], [0.0]])
+        return _ratio(gathered[-1] - gathered, left), np.maximum(_ratio(later, left * left), 0.0)
+
+    def followed_by_depth(self) -> Doubles:
+        """`followed` of every depth 0..K at once."""
+        seen = np.where(self.survival[:-1] > 0, _ratio(self.effective, self.survival[:-1]), np.inf)
+        least = np.minimum.accumulate(seen[::-1])[::-1]
+        return np.concatenate([np.where(np.isfinite(least), least, 0.0), [0.0]]) * self.survival
+
     def _up_to(self, depth: int, gathered: Doubles, scale: float) -> tuple[Doubles, Doubles]:
         """Derivatives of `scale` x gathered[depth] by the mark hazards and by the hazards of each cell."""
         inside = np.arange(1, self.cells + 1) <= depth
@@ -220,8 +234,11 @@ class Incidence:
     def _variance(self, mark: Doubles, end: Doubles, *, reward: bool = False) -> float:
         first = self.reward_hazard if reward else self.success_hazard
         second = self.reward_sq_hazard if reward else self.success_hazard
-        one = mark**2 * second + 2 * mark * end * first + end**2 * self.hazard - (mark * first + end * self.hazard) ** 2
-        return max(float(_ratio(one, self.effective).sum()), 0.0)
+        return max(float(_ratio(self._spread(mark, end, first, second), self.effective).sum()), 0.0)
+
+    def _spread(self, mark: Doubles, end: Doubles, first: Doubles, second: Doubles) -> Doubles:
+        """[K]: variance of one draw's part in a functional with these derivatives by the mark hazard and the hazard of each cell."""
+        return mark**2 * second + 2 * mark * end * first + end**2 * self.hazard - (mark * first + end * self.hazard) ** 2
 
     def _least(self, depth: int) -> float:
         """Effective number behind an estimate that reaches to `depth`: what limits hold on to when no variance can be seen."""
@@ -254,6 +271,14 @@ def wilson(share: float, count: float, z: float) -> tuple[float, float]:
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     reach = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+def wilson_high(share: Doubles, count: Doubles, z: float) -> Doubles:
+    """The upper limits of `wilson` for arrays."""
+    share, known = np.clip(share, 0.0, 1.0), np.maximum(count, 1e-12)
+    centre = share + z * z / (2 * known)
+    reach = z * np.sqrt(share * (1 - share) / known + z * z / (4 * known * known))
+    return np.asarray(np.minimum((centre + reach) / (1 + z * z / known), 1.0))
 
 
 def _expit(x: float) -> float:

@@ -76,13 +76,6 @@ def _depth_problems(config: GrpoConfig, depth: DepthBudgetConfig) -> Iterator[Pr
             ("loss", "mask_truncated_completions"),
             (_DEPTH,),
         )
-    if config.environment.turn_credit != "none":
-        yield Problem(
-            f"environment.turn_credit: {config.environment.turn_credit} credits each turn with what came after it, and of a cut episode "
-            "nothing came; set it to none, or remove the depth budget",
-            ("environment", "turn_credit"),
-            (_DEPTH,),
-        )
     if depth.unit == "turns" and config.environment.name == "single_turn":
         yield Problem(
             "rollouts.budget.depth.unit: single_turn has one turn, there is nothing to cap; set it to tokens or auto",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surogate_rl.rollouts.budget.incidence import DepthLaw, wilson
+from surogate_rl.rollouts.budget.incidence import DepthLaw, wilson, wilson_high
 
 
 def censored(law: Any, rng: np.random.Generator, count: int, cap: int | None, explore: float, into: DepthLaw | None = None) -> DepthLaw:
@@ -198,6 +198,20 @@ def test_rewards_of_any_size(long_tail: Any) -> None:
         errors.append(found.error)
     assert np.mean(values) == pytest.approx(truth, abs=0.02)
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.08)
+
+
+def test_all_depths_at_once(long_tail: Any) -> None:
+    """What the choice of a cap reads for all depths is what is said of each."""
+    estimate = censored(long_tail, np.random.default_rng(8), 300, CAP, EXPLORE).estimate()
+    values, variances = estimate.values_by_depth()
+    followed = estimate.followed_by_depth()
+    limits = wilson_high(np.full(long_tail.cells + 1, 0.2), followed, 1.0)
+    for depth in range(long_tail.cells):
+        single = estimate.value(depth)
+        assert values[depth] == pytest.approx(single.value, abs=1e-12)
+        assert variances[depth] == pytest.approx(single.error**2, abs=1e-12)
+        assert followed[depth] == pytest.approx(estimate.followed(depth))
+        assert limits[depth] == pytest.approx(wilson(0.2, followed[depth], 1.0)[1])
 
 
 def test_wilson_against_scipy() -> None:

@@ -1,0 +1,1 @@
+"""The tasks of `benchmarks/budget.py`; described in docs/budget.md."""
