@@ -84,7 +84,8 @@ def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(base: Make
     ]
 
 
-def test_stale_completions_are_weighed_by_proximal_over_behaviour(base: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:loss.mismatch_cap has no effect")
+def test_stale_completions_are_weighed_by_proximal_over_behaviour(base: Make) -> None:
     """A cap just above 0 truncates every weight to it: nearly nothing is left of the gradient. On policy there is no weight to truncate."""
     caps = {"mismatch_cap": 1e-6}
     ahead = surogate_rl.grpo(base("grpo", rollouts=rollouts(max_staleness=1), loss=caps | {"mismatch": "auto"}))
