@@ -191,8 +191,9 @@ class AdaptiveBudget:
             ]
             self._values |= self.depth.metrics(observed)
             self.depth.observe(observed)
-            for group in groups:
-                self._plans.pop(group.number, None)
+            # groups are used up in their order: what is older and was not used was dropped, and will not come any more
+            last = max((group.number for group in groups), default=-1)
+            self._plans = {number: plans for number, plans in self._plans.items() if number > last}
 
     def _observe_width(self, history: TaskHistory, groups: Sequence[Group]) -> None:
         posteriors = [history.posterior(group.task.index) for group in groups]
