@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 ARMS = ("off", "depth", "width", "both", "known")
 TASK_NAMES = ("keypad", "letters", "sorting")
-STEPS, EVERY = 72, 6
+STEPS, EVERY = 48, 6
 
 
 def main() -> None:
