@@ -214,9 +214,9 @@ def test_rare_successes(p: float) -> None:
 
 
 def test_stalling_does_not_pay() -> None:
-    """In state "" the action 1 stalls: it reaches the cap for certain and never succeeds. After 0 the episode either fails at once ("01") or
-    reaches the cap and succeeds beyond it, so that V, the mean of what has reached the cap so far, is high. The gradient of stalling is
-    negative without a cap and just as negative with the unbiased credit; V alone makes it positive."""
+    """In state "" the action 1 stalls: it reaches the cap for certain and never succeeds. After 0 the episode either fails at once ("01")
+    or reaches the cap and succeeds beyond it, so that V, the mean of what has reached the cap so far, is high. The gradient of stalling
+    is negative without a cap and just as negative with the unbiased credit; V alone makes it positive."""
     ends = {"000": 1.0, "001": 1.0, "01": 0.0, "100": 0.0, "101": 0.0, "111": 0.0, "1100": 0.0, "1101": 0.0}
     exact = exact_gradient(ends)[0]
     value = 0.9  # stalling was rare so far
