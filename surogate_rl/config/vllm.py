@@ -11,6 +11,7 @@ from surogate_rl.config.schema import GrpoConfig, VllmConfig
 from surogate_rl.rollouts.engines.vllm.address import parse_url
 
 PATH: KeyPath = ("rollouts", "vllm")
+COLDEST, HOTTEST = 0.01, 2.0  # vLLM changes or refuses others
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}  # nats; a hundred and about three times what such a pair was measured to differ by
 
 
@@ -29,6 +30,13 @@ def vllm_problems(config: GrpoConfig, planning: bool) -> Iterator[Problem]:
             because = "vllm" if config.rollouts.engine == "vllm" else "device: cuda samples with vLLM"
             yield Problem(f"rollouts.engine: {because}, but {reason}", where, (("device",),))
     yield from _mode_problems(vllm, chosen_device(config))
+    for section, sampling in (("rollouts", config.rollouts), ("eval", config.eval)):
+        if sampling is not None and sampling.temperature > HOTTEST:
+            message = f"{section}.temperature: vLLM samples at {HOTTEST:g} at the most; lower it, or set rollouts.engine: native"
+            yield Problem(message, (section, "temperature"), (where,))
+        elif sampling is not None and 0 < sampling.temperature < COLDEST:
+            message = f"{section}.temperature: vLLM takes {COLDEST:g} for anything between 0 and that; raise it"
+            yield Problem(message, (section, "temperature"), (where,))
     if vllm.sync in ("merged", "adapter") and not config.lora:
         yield Problem(f"rollouts.vllm.sync: {vllm.sync} needs lora: true; set sync: full, or remove the key", (*PATH, "sync"), (("lora",),))
     if vllm.sync == "full" and config.lora:

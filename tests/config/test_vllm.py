@@ -56,6 +56,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             "rollouts.vllm.python: is for engines that are started here, not for those of base_url; remove one of the two",
         ),
         ({"mode": "colocate", "replicas": 2}, {}, "rollouts.vllm.replicas: goes with mode: server; remove it or the mode"),
+        (
+            {},
+            {"eval": {"datasets": ["held.jsonl"], "temperature": 2.5}},
+            "eval.temperature: vLLM samples at 2 at the most; lower it, or set rollouts.engine: native",
+        ),
         ({"devices": [1]}, {"device": "cpu"}, "rollouts.vllm.devices: names GPUs, but device is cpu; remove the key"),
     ],
 )

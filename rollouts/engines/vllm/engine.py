@@ -229,19 +229,21 @@ class VllmEngine:
         context = min(options.engine_args["max_model_len"], learner.max_tokens)
         asked = probe.prompts(options.valid_vocab or learner.spec.vocab, context)
         tokens = min(probe.TOKENS, context - 1)
-        held = self._paused
-        if held:
-            await replica.call("resume", timeout=options.timeout)
-        try:
-            answers = await _all(
-                replica.generate(prompt, _params(SamplingParams(tokens, options.probe_temperature, seed=number)), None)
-                for number, prompt in enumerate(asked)
-            )
-        except EngineGone:
-            raise EngineFailed(f"{replica.name} ended in the probe after a weight update") from None
-        finally:
-            if held:
-                await replica.call("pause", timeout=options.timeout)
+        while True:
+            try:
+                if self._paused:
+                    await replica.call("resume", timeout=options.timeout)
+                answers = await _all(
+                    replica.generate(prompt, _params(SamplingParams(tokens, options.probe_temperature, seed=number)), None)
+                    for number, prompt in enumerate(asked)
+                )
+                if self._paused:
+                    await replica.call("pause", timeout=options.timeout)
+                break
+            except EngineGone:
+                await replica.restart()
+                assert self._snapshot is not None
+                await self._give(replica, self._snapshot, self._version)
         probes = [probe.Probe(prompt, answer["tokens"], answer["logps"]) for prompt, answer in zip(asked, answers, strict=True)]
         gap = await asyncio.to_thread(probe.gap, probes, learner, temperature=options.probe_temperature, valid_vocab=options.valid_vocab)
         if not gap <= options.probe_tolerance:

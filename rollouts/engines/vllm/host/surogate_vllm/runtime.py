@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from . import compat
@@ -78,7 +79,8 @@ class Runtime:
         from vllm.sampling_params import RequestOutputKind
 
         self._requests += 1
-        sampling = SamplingParams(
+        make = partial(
+            SamplingParams,
             max_tokens=params["max_tokens"],
             temperature=params["temperature"],
             top_p=params["top_p"],
@@ -93,6 +95,7 @@ class Runtime:
         )
         finish: str | None = None
         with _errors():
+            sampling = make()
             async for output in self._engine.generate(
                 {"prompt_token_ids": prompt}, sampling, str(self._requests), lora_request=self._adapter
             ):
