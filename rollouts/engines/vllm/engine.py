@@ -127,9 +127,9 @@ class VllmEngine:
             restarts = replica.restarts
             try:
                 return await self._sample(replica, request)
-            except EngineGone:
+            except EngineGone as error:
                 if replica.restarts == restarts:
-                    replica.kill()  # it may be half dead: its core gone, its socket still open
+                    replica.kill(str(error))  # it may be half dead: its core gone, its socket still open
                     await self._recover(replica)
 
     async def _sample(self, replica: Replica, request: GenerateRequest) -> Completion:

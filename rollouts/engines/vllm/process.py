@@ -19,6 +19,7 @@ from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
 
 _HOST = Path(__file__).parent / "host"
 _MODULE = "surogate_vllm.main"
+_ENDING = 0.2  # seconds between the end of a process's sockets and its own
 _TAIL = 30  # lines of the log that an error quotes
 
 # What makes vLLM look into the network, or into the environment of the run
@@ -122,11 +123,10 @@ class EngineProcess:
         host, port = said.decode().split()
         return host, int(port)
 
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
     def describe_end(self) -> str:
         """How the process stands, and the end of what it printed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING)
         code = self._process.poll()
         if code is None:
             state = "it is still running"
@@ -146,9 +146,7 @@ class EngineProcess:
         if self._killed:
             return
         self._killed = True
-        guard.clean(self._process.pid, self._folder)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        guard.kill(self._process.pid, self._folder)
         self._process.wait()
         self._release()
 

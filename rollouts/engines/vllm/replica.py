@@ -37,6 +37,7 @@ class Replica:
         self._process = process
         self._connection: Connection | None = None
         self._heart: asyncio.Task[None] | None = None
+        self._cause = ""
         self._busy = 0  # operations that may keep it from answering a heartbeat
         self._launch()
 
@@ -172,15 +173,21 @@ class Replica:
                 continue
             try:
                 await connection.call("ping", timeout=self.options.timeout)
-            except EngineGone:
+            except EngineGone as error:
                 if not self._busy:
-                    self.kill()
-            except (EngineFailed, ValueError):
-                self.kill()
+                    self.kill(str(error))
+            except (EngineFailed, ValueError) as error:
+                self.kill(str(error))
 
-    def kill(self) -> None:
-        """Ends it at once; everything that waits for it hears EngineGone. A server of the user's is left alone, but for the connection."""
+    def kill(self, cause: str = "") -> None:
+        """Ends it at once; everything that waits for it hears EngineGone. A server of the user's is left alone, but for the connection.
+
+        Args:
+            cause: what an error shall give as the reason; the first one since it was started counts.
+        """
         self.weights = -1
+        if cause and not self._cause:
+            self._cause = f"{cause}{self._end()}"
         if self._process is not None:
             self._process.kill()
         if self._connection is not None:
@@ -191,9 +198,8 @@ class Replica:
         Raises:
             EngineFailed: it has been restarted `max_restarts` times, or does not start.
         """
-        cause = (
-            f"it ended{self._end()}" if self._process is not None and self._process.ended() else "it fell silent or its connection ended"
-        )
+        cause = self._cause or f"it ended{self._end()}"
+        self._cause = ""
         if self._heart is not None:
             self._heart.cancel()
         if self.restarts >= self.options.max_restarts:

@@ -46,38 +46,54 @@ def watch(lifeline: socket.socket) -> None:
 def kill_group() -> NoReturn:
     """Kills the engine's processes at once. The main process leads a group of its own, so this reaches nothing of the run's."""
     if os.getpgrp() == os.getpid():
-        clean(os.getpid())
-        os.killpg(0, signal.SIGKILL)
+        kill(os.getpid(), os.environ.get(FOLDER, ""))
     os._exit(1)
 
 
-def clean(group: int, folder: str | None = None) -> None:
-    """Removes what the kernel would not when the group is killed: shared memory that has a name, and the folder of sockets and temporary
-    files. The processes keep what they have open.
+def kill(group: int, folder: str) -> None:
+    """Kills a process group, and removes what the kernel would not: shared memory that has a name, and the folder of sockets and temporary
+    files. Python's resource trackers, which unlink what the processes that they watch have left, are spared: they end by themselves.
 
     Args:
-        group: id of the process group.
-        folder: default: of this process.
+        group: id of the process group; if this process is in it, it does not return.
     """
-    for path in _named_memory(group):
+    for path in {path for process, _ in _members(group) for path in _named_memory(process)}:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    if folder := folder or os.environ.get(FOLDER):
+    if folder:
         shutil.rmtree(folder, ignore_errors=True)
+    mine = False
+    for _ in range(2):  # once more for what had just been started
+        for process, tracker in _members(group):
+            mine |= process == os.getpid()
+            if process != os.getpid():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGCONT if tracker else signal.SIGKILL)
+    if mine:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _named_memory(group: int) -> set[str]:
-    found: set[str] = set()
-    for entry in os.listdir("/proc") if os.path.isdir("/proc") else []:
-        if not entry.isdigit():
-            continue
-        try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                state = file.read().rpartition(b")")[2].split()
-            if int(state[2]) != group:
-                continue
-            with open(f"/proc/{entry}/maps", encoding="utf-8", errors="replace") as maps:
-                found |= {line.split(maxsplit=5)[5].strip() for line in maps if "/dev/shm/" in line}
-        except (OSError, IndexError, ValueError):
-            continue  # it has ended meanwhile
-    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}
+def _members(group: int) -> list[tuple[int, bool]]:
+    """Processes of a group, and whether each is a resource tracker."""
+    found: list[tuple[int, bool]] = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as stat:
+                    fields = stat.read().rpartition(b")")[2].split()
+                if int(fields[2]) == group:
+                    with open(f"/proc/{entry}/cmdline", "rb") as command:
+                        found.append((int(entry), b"multiprocessing.resource_tracker" in command.read()))
+            except (OSError, IndexError, ValueError):
+                continue  # it has ended meanwhile
+    return found
+
+
+def _named_memory(process: int) -> set[str]:
+    """Paths below /dev/shm that a process has mapped."""
+    try:
+        with open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/dev/shm/" in line}
+    except (OSError, IndexError):
+        return set()
+    return {path for path in paths if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}
