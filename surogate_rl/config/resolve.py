@@ -97,7 +97,7 @@ def _training_problems(config: TrainConfig) -> Iterator[Problem]:
             ("warmup_steps",),
             (("max_steps",),),
         )
-    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+    if config.resume not in ("auto", "never") and not os.path.isdir(config.resume):
         yield Problem(
             f"resume: no checkpoint at '{config.resume}'; write auto, never, or a folder such as {config.output_dir}/checkpoints/step-100",
             ("resume",),
@@ -109,7 +109,7 @@ def _lora_problems(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"lora_dropout: {config.lora_dropout:g} is not supported; set lora_dropout: 0 or remove the key", ("lora_dropout",))
     if config.adapter is not None and not config.lora:
         yield Problem("adapter: needs lora: true; set it, or merge the adapter into the model", ("adapter",), (("lora",),))
-    if config.adapter is not None and not Path(config.adapter).is_dir():
+    if config.adapter is not None and not os.path.isdir(config.adapter):
         yield Problem(f"adapter: no folder '{config.adapter}'; give the folder that holds adapter_config.json", ("adapter",))
     if isinstance(config.lora_target_modules, list):
         if not config.lora_target_modules:
@@ -157,7 +157,7 @@ def _function_problems(name: str, path: KeyPath) -> Iterator[Problem]:
 
 
 def _file_problems(file: str, path: KeyPath) -> Iterator[Problem]:
-    if not Path(file).expanduser().is_file():
+    if not os.path.isfile(os.path.expanduser(file)):
         yield Problem(f"{path_text(path)}: no file '{file}'; {WHERE}", path)
 
 

@@ -253,3 +253,9 @@ def test_keys_without_effect_are_told(command: Command, keys: dict[str, Any], me
         warnings.simplefilter("always", ConfigWarning)
         parse_config({**BASES[command], **keys}, command)
     assert [str(warning.message) for warning in caught if warning.category is ConfigWarning] == messages
+
+
+@pytest.mark.parametrize("key", ["adapter", "resume"])
+def test_a_text_too_long_for_a_path_is_no_path(key: str) -> None:
+    (line,) = lines_of("sft", {key: "x" * 5000, "lora": True})
+    assert line.startswith(f"{key}: no ")
