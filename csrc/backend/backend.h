@@ -134,6 +134,8 @@ class Backend {
     // y [T,F] = silu(gate) * up, gate_up [T, 2F]
     virtual void swiglu_forward(const Tensor& y, const Tensor& gate_up) = 0;
     virtual void swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) = 0;
+    /// Both at once, where y was not kept.
+    virtual void swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up);
 
     // Rows picked by index [n] int32: what has a target enters the head.
     virtual void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;

@@ -64,12 +64,16 @@ void block_backward(const PassContext& pass, std::int64_t layer, const BlockWeig
     const float scale = pass.lora_scale;
     const Tensor& d_stream = scratch.d_stream;
 
-    // The activation's output is not kept: it costs F columns per layer to keep, and one cheap pass to compute again where it is needed.
-    if (!activated_kept && (!g.down.empty() || w.down_lora.present())) backend.swiglu_forward(scratch.activated, kept.gate_up);
+    projection_backward(backend, down_projection(w), down_adapter(g), scratch.d_activated, scratch.d_low, d_stream, {}, kept.down_low,
+                        scale);
+    // The activation's output is not kept: it costs F columns per layer to keep, and little to compute again beside its gradient.
+    if (!activated_kept && (!g.down.empty() || w.down_lora.present())) {
+        backend.swiglu_recompute_backward(scratch.d_gate_up, scratch.activated, scratch.d_activated, kept.gate_up);
+    } else {
+        backend.swiglu_backward(scratch.d_gate_up, scratch.d_activated, kept.gate_up);
+    }
     linear_gradients(backend, g.down, g.down_bias, d_stream, scratch.activated);
-    projection_backward(backend, down_projection(w), down_adapter(g), scratch.d_activated, scratch.d_low, d_stream, scratch.activated,
-                        kept.down_low, scale);
-    backend.swiglu_backward(scratch.d_gate_up, scratch.d_activated, kept.gate_up);
+    projection_backward_a(backend, down_projection(w), down_adapter(g), scratch.d_low, d_stream, scratch.activated);
     linear_gradients(backend, g.gate_up, g.gate_up_bias, scratch.d_gate_up, kept.mlp_in);
     const bool below_mlp = depth > Depth::Mlp;
     projection_backward(backend, gate_up_projection(spec, w), gate_up_adapters(spec, g), below_mlp ? scratch.d_branch : Tensor{},

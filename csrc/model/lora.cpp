@@ -26,10 +26,10 @@ void narrow(Backend& backend, const AdapterGroup& group, const Tensor& low, cons
     backend.linear_forward(low.column_range(0, group.a.rows), x, group.a, {}, 1.0f, 0.0f);
 }
 
-/// d_low = scale * dy B of all adapters of the group, whose columns of d_low are returned; and the gradients of A and B +=.
+/// d_low = scale * dy B of all adapters of the group, whose columns of d_low are returned; and the gradients of B +=.
 Tensor narrow_gradient(Backend& backend, const AdapterGroup& group, const AdapterGroup& gradients, const Tensor& d_low, const Tensor& dy,
-                       const Tensor& x, const Tensor& low, float scale) {
-    const Tensor joined = d_low.column_range(0, low.columns);
+                       const Tensor& low, float scale) {
+    const Tensor joined = d_low.column_range(0, group.a.rows);
     for (std::int64_t i = 0; i < group.count; ++i) {
         const auto& member = group.members[static_cast<std::size_t>(i)];
         const std::int64_t rank = member.b.columns;
@@ -37,7 +37,6 @@ Tensor narrow_gradient(Backend& backend, const AdapterGroup& group, const Adapte
         backend.linear_backward_input(joined.column_range(i * rank, rank), dy_part, member.b, scale, 0.0f);
         backend.linear_backward_weight(gradients.members[static_cast<std::size_t>(i)].b, dy_part, low.column_range(i * rank, rank), scale);
     }
-    backend.linear_backward_weight(gradients.a, joined, x, 1.0f);
     return joined;
 }
 
@@ -81,7 +80,8 @@ void projection_backward(Backend& backend, const Projection& projection, const A
             if (!dx.empty()) backend.linear_backward_input(dx, dy, projection.weight, 1.0f, 0.0f);
             return;
         }
-        const Tensor joined = narrow_gradient(backend, group, gradients, d_low, dy, x, low, scale);
+        const Tensor joined = narrow_gradient(backend, group, gradients, d_low, dy, low, scale);
+        if (!x.empty()) projection_backward_a(backend, projection, gradients, d_low, dy, x);
         if (!dx.empty()) backend.linear_adapted_backward_input(dx, dy, projection.weight, joined, group.a);
         return;
     }
@@ -92,8 +92,16 @@ void projection_backward(Backend& backend, const Projection& projection, const A
         const Tensor dy_part = dy.column_range(gradients.members[static_cast<std::size_t>(i)].first, db.rows);
         backend.linear_backward_weight(db, dy_part, low.column_range(i * db.columns, db.columns), 1.0f);
     }
-    backend.linear_backward_weight(gradients.a, beside.column_range(0, gradients.a.rows), x, 1.0f);
+    if (!x.empty()) projection_backward_a(backend, projection, gradients, d_low, dy, x);
     if (!dx.empty()) backend.linear_backward_input(dx, widen(dy, border.width), border.backward(), 1.0f, 0.0f);
+}
+
+void projection_backward_a(Backend& backend, const Projection& projection, const AdapterGroup& gradients, const Tensor& d_low,
+                           const Tensor& dy, const Tensor& x) {
+    if (gradients.count == 0) return;
+    const std::int64_t ranks = gradients.a.rows;
+    const bool border = projection.border.present();
+    backend.linear_backward_weight(gradients.a, border ? dy.column_range(dy.columns, ranks) : d_low.column_range(0, ranks), x, 1.0f);
 }
 
 void adapter_forward(Backend& backend, const AdapterGroup& group, const Tensor& y, const Tensor& low, const Tensor& x, float scale) {
@@ -109,7 +117,8 @@ void adapter_forward(Backend& backend, const AdapterGroup& group, const Tensor& 
 void adapter_backward(Backend& backend, const AdapterGroup& group, const AdapterGroup& gradients, const Tensor& dx, const Tensor& d_low,
                       const Tensor& dy, const Tensor& x, const Tensor& low, float scale) {
     if (group.count == 0) return;
-    const Tensor joined = narrow_gradient(backend, group, gradients, d_low, dy, x, low, scale);
+    const Tensor joined = narrow_gradient(backend, group, gradients, d_low, dy, low, scale);
+    backend.linear_backward_weight(gradients.a, joined, x, 1.0f);
     if (!dx.empty()) backend.linear_backward_input(dx, joined, group.a, 1.0f, 1.0f);
 }
 

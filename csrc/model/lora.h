@@ -39,9 +39,13 @@ void projection_forward(Backend& backend, const Projection& projection, const Te
                         const Tensor& residual, float scale);
 
 /// dx = the gradient of x (dx may be empty), and the adapters' gradients +=. With a border there is room beside dy, otherwise `d_low` is
-/// scratch, at least as wide as low.
+/// scratch, at least as wide as low. An empty x: the gradients of A are left to projection_backward_a, which must find `d_low` and what
+/// lies beside dy as this left them.
 void projection_backward(Backend& backend, const Projection& projection, const AdapterGroup& gradients, const Tensor& dx,
                          const Tensor& d_low, const Tensor& dy, const Tensor& x, const Tensor& low, float scale);
+
+void projection_backward_a(Backend& backend, const Projection& projection, const AdapterGroup& gradients, const Tensor& d_low,
+                           const Tensor& dy, const Tensor& x);
 
 /// For a product that is there already: low = x A^T, then y += scale * low B^T, for all that are present.
 void adapter_forward(Backend& backend, const AdapterGroup& group, const Tensor& y, const Tensor& low, const Tensor& x, float scale);

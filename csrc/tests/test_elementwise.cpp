@@ -25,6 +25,9 @@ TEST(swiglu_forward_and_backward) {
         check_close("y", y, swiglu(Exact(gate_up)));
         backend().swiglu_backward(dgate_up.tensor(), dy.tensor(), gate_up.tensor());
         check_close("dgate_up", dgate_up, numeric_gradient(Exact(gate_up), Exact(dy), swiglu), 3e-6);
+        Data again(t, f), gradient(t, 2 * f);
+        backend().swiglu_recompute_backward(gradient.tensor(), again.tensor(), dy.tensor(), gate_up.tensor());
+        CHECK(again.same_bits(y) && gradient.same_bits(dgate_up));
     }
 }
 

@@ -112,8 +112,9 @@ TEST(sets_agree_on_rows_of_all_lengths) {
             k.swiglu(a.tensor().f32(), x.tensor().f32(), w.tensor().f32(), n);
             reference.swiglu(b.tensor().f32(), x.tensor().f32(), w.tensor().f32(), n);
             close("swiglu", a, b);
-            k.swiglu_backward(a.tensor().f32(), aw.tensor().f32(), d.tensor().f32(), x.tensor().f32(), w.tensor().f32(), n);
-            reference.swiglu_backward(b.tensor().f32(), bw.tensor().f32(), d.tensor().f32(), x.tensor().f32(), w.tensor().f32(), n);
+            k.swiglu_backward(a.tensor().f32(), aw.tensor().f32(), nullptr, d.tensor().f32(), x.tensor().f32(), w.tensor().f32(), n);
+            reference.swiglu_backward(b.tensor().f32(), bw.tensor().f32(), nullptr, d.tensor().f32(), x.tensor().f32(), w.tensor().f32(),
+                                      n);
             close("swiglu_backward", a, b);
             close("dup", aw, bw);
             a = b = x;

@@ -156,13 +156,9 @@ class SafetensorsWeights:
             )
 
     def __call__(self) -> Iterator[tuple[str, F32]]:
-        by_file: dict[Path, list[tuple[str, str]]] = {}
+        # The file is mapped anew for each tensor: pages once read stay with the process until it is unmapped, a second copy in the end.
         for core_name, name in self._names.items():
-            by_file.setdefault(self._checkpoint.headers[name][0], []).append((core_name, name))
-        for path, names in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for core_name, name in names:
-                    yield core_name, file.get_tensor(name).to(torch.float32).contiguous().numpy()
+            yield core_name, self._checkpoint.read(name).to(torch.float32).contiguous().numpy()
 
 
 class RandomWeights:

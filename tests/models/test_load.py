@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from surogate_rl.models import ModelError, inspect_model, load_model
 from surogate_rl.models.family import Family
+from surogate_rl.models.weights import Checkpoint, SafetensorsWeights
 
 INDEX = "model.safetensors.index.json"
 
@@ -264,3 +265,23 @@ def test_a_directory_with_other_weights_only(tiny: Callable[..., Any]) -> None:
     (made.directory / "pytorch_model.bin").rename(made.directory / "model.Q4.gguf")
     with pytest.raises(ModelError, match=r"found model.Q4.gguf: give the path of the GGUF file itself"):
         load_model(str(made.directory))
+
+
+def mapped_bytes() -> int:
+    """Pages of files that are this process's at the moment."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssFile:"):
+            return int(line.split()[1]) * 1024
+    pytest.skip("the system does not say how much of the files is in memory")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_streaming_keeps_one_tensor_in_memory(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.full((1024, 1024), float(i)) for i in range(24)}  # 4 MiB each
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shapes = {f"layers.{i}.mlp.up_proj.weight": (1024, 1024) for i in range(24)}
+    before, most = mapped_bytes(), 0
+    for name, value in SafetensorsWeights(Checkpoint(tmp_path), shapes)():
+        assert value.sum() == int(name.split(".")[1]) * 1024 * 1024  # every page is read
+        most = max(most, mapped_bytes() - before)
+    assert most < 5 * 4 * 2**20  # of 24 tensors

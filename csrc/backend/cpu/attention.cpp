@@ -169,12 +169,12 @@ void pack_all(ThreadPool& pool, std::int64_t share, const Tensor& qkv, const Seg
     });
 }
 
-/// c [rows, columns] (stride c_stride) = alpha * a b + beta * c; b is one packed panel of columns
+/// c [rows, columns] (stride c_stride) = alpha * a b + beta * c; b is one panel of columns, packed unless there is a `b_step`
 void multiply_panels(const GemmKernels& kernels, float* c, std::int64_t c_stride, Panels a, const float* b, std::int64_t rows,
-                     std::int64_t columns, std::int64_t k, float alpha, float beta) {
+                     std::int64_t columns, std::int64_t k, float alpha, float beta, std::int64_t b_step = 0) {
     for (std::int64_t r = 0; r < rows; r += a.height, a.data += a.stride) {
-        kernels.multiply(c + r * c_stride, c_stride, a.data, a.height, b, kernels.width, std::min(a.height, rows - r), columns, k, alpha,
-                         beta);
+        kernels.multiply(c + r * c_stride, c_stride, a.data, a.height, b, b_step > 0 ? b_step : kernels.width, std::min(a.height, rows - r),
+                         columns, k, alpha, beta);
     }
 }
 
@@ -307,20 +307,19 @@ void CpuBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, cons
         }
 
         // As many heads at once as their scores over all keys find room: dk and dv are then read and written less often.
-        const std::int64_t span = item.end - first_key_of(item.begin), head_floats = span * width;
-        const std::int64_t together = std::clamp<std::int64_t>(kScoreFloats / head_floats, 1, group.heads);
-        const std::int64_t lines = size_panels * together * width * width, rows = block_keys * together * width;
-        float* scores =
-            pool_.scratch(worker, static_cast<std::size_t>(2 * together * head_floats + 3 * size * width + 2 * lines + 2 * rows + width));
-        float* dscores = scores + together * head_floats;
-        float* queries = dscores + together * head_floats;  // of one head, as the second operand of the scores
-        float* gradients = queries + size * width;          // likewise, of dscores
+        // Their scores lie side by side, so that they are the first operand of dk and dv as they are.
+        constexpr std::int64_t step = GemmKernels::short_step;
+        const std::int64_t span = item.end - first_key_of(item.begin);
+        const std::int64_t together = std::clamp<std::int64_t>(kScoreFloats / (span * width), 1, std::min(group.heads, step / width));
+        const std::int64_t lines = size_panels * together * width * width;
+        float* scores = pool_.scratch(worker, static_cast<std::size_t>(2 * span * step + 3 * size * width + 2 * lines + width));
+        float* dscores = scores + span * step;
+        float* queries = dscores + span * step;     // of one head, as the second operand of the scores
+        float* gradients = queries + size * width;  // likewise, of dscores
         float* dqueries = gradients + size * width;
         float* query_lines = dqueries + size * width;  // of the heads one after the other, as the second operand of dk
         float* gradient_lines = query_lines + lines;   // likewise, of dv
-        float* weight_rows = gradient_lines + lines;   // scores of the heads, as the first operand of dv
-        float* dscore_rows = weight_rows + rows;       // likewise, of dk
-        float* own_lse = dscore_rows + rows;
+        float* own_lse = gradient_lines + lines;
         KeyRanges ranges;
         for (std::int64_t begin = item.begin; begin < item.end; begin += width) {
             const std::int64_t end = std::min(begin + width, item.end), count = end - begin, first_row = item.start + begin;
@@ -338,34 +337,33 @@ void CpuBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, cons
                     gemm_kernels_.pack_columns(gradient_lines + g * count * width, depth * width, {gradient, dout.stride}, size, count);
                     for (std::int64_t i = 0; i < width; ++i) own_lse[i] = row(lse, first_row + std::min(i, count - 1))[head];
 
-                    float* p = scores + g * head_floats;
-                    float* ds = dscores + g * head_floats;
-                    multiply_panels(gemm_kernels_, p, width, keys.keys(item.segment, item.kv_head, first_key), queries, all_keys, count,
+                    float* p = scores + g * width;
+                    float* ds = dscores + g * width;
+                    multiply_panels(gemm_kernels_, p, step, keys.keys(item.segment, item.kv_head, first_key), queries, all_keys, count,
                                     size, 1.0f, 0.0f);
-                    multiply_panels(gemm_kernels_, ds, width, values.keys(item.segment, item.kv_head, first_key), gradients, all_keys,
-                                    count, size, 1.0f, 0.0f);
-                    attention_kernels_.softmax_gradient(p, ds, width, all_keys, count, masked, own_lse);
+                    multiply_panels(gemm_kernels_, ds, step, values.keys(item.segment, item.kv_head, first_key), gradients, all_keys, count,
+                                    size, 1.0f, 0.0f);
+                    attention_kernels_.softmax_gradient(p, ds, step, all_keys, count, masked, own_lse);
                     for (std::int64_t key = 0; key < all_keys; key += block_keys) {
                         multiply_panels(gemm_kernels_, dqueries, width, keys.columns(item.segment, item.kv_head, first_key + key),
-                                        ds + key * width, size, count, std::min(block_keys, all_keys - key), shape.scale,
-                                        key == 0 ? 0.0f : 1.0f);
+                                        ds + key * step, size, count, std::min(block_keys, all_keys - key), shape.scale,
+                                        key == 0 ? 0.0f : 1.0f, step);
                     }
                     gemm_kernels_.transpose(row(dqkv, first_row) + head * size, dqkv.stride, dqueries, width, size, count);
                 }
-                for (std::int64_t key = 0; key < all_keys; key += block_keys) {
-                    const std::int64_t block = std::min(block_keys, all_keys - key);
-                    for (std::int64_t g = 0; g < heads; ++g) {
-                        const std::int64_t at = g * head_floats + key * width, to = g * count * height;
-                        gemm_kernels_.pack_rows(weight_rows + to, depth * height, {scores + at, width}, block, height, count);
-                        gemm_kernels_.pack_rows(dscore_rows + to, depth * height, {dscores + at, width}, block, height, count);
-                    }
-                    const std::int64_t offset = (first_key + key - origin) * sum_stride;
-                    for (std::int64_t j = 0; j < size_panels; ++j) {
-                        const std::int64_t columns = std::min(width, size - j * width);
-                        multiply_panels(gemm_kernels_, dvalues + offset + j * width, sum_stride, {weight_rows, depth * height, height},
-                                        gradient_lines + j * depth * width, block, columns, depth, 1.0f, 1.0f);
-                        multiply_panels(gemm_kernels_, dkeys + offset + j * width, sum_stride, {dscore_rows, depth * height, height},
-                                        query_lines + j * depth * width, block, columns, depth, shape.scale, 1.0f);
+                // The columns of the heads follow on one another if there are as many queries as columns.
+                const std::int64_t at_once = count == width ? heads : 1;
+                for (std::int64_t key = 0; key < all_keys; key += height) {
+                    const std::int64_t high = std::min(height, all_keys - key), offset = (first_key + key - origin) * sum_stride;
+                    for (std::int64_t g = 0; g < heads; g += at_once) {
+                        const std::int64_t at = key * step + g * width;
+                        for (std::int64_t j = 0; j < size_panels; ++j) {
+                            const std::int64_t columns = std::min(width, size - j * width), panel = (j * depth + g * count) * width;
+                            gemm_kernels_.multiply_short_lines(dvalues + offset + j * width, sum_stride, scores + at, 0,
+                                                               gradient_lines + panel, width, high, columns, at_once * count, 1.0f, 1.0f);
+                            gemm_kernels_.multiply_short_lines(dkeys + offset + j * width, sum_stride, dscores + at, 0, query_lines + panel,
+                                                               width, high, columns, at_once * count, shape.scale, 1.0f);
+                        }
                     }
                 }
             }

@@ -66,6 +66,7 @@ class CpuBackend final : public Backend {
 
     void swiglu_forward(const Tensor& y, const Tensor& gate_up) override;
     void swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) override;
+    void swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up) override;
 
     void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
     void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;

@@ -14,7 +14,6 @@ constexpr int kHeight = SUROGATE_LANES == 16 ? 14 : 6;
 constexpr int kWidth = 2 * kLanes;
 constexpr int kAhead = 16;                        // how many values of k b is fetched ahead
 constexpr int kCopyLines = 32, kCopyAhead = 128;  // lines copied together, and how many floats ahead they are fetched
-constexpr int kLineStep = GemmKernels::line_step;
 
 #if SUROGATE_LANES == 16
 [[gnu::always_inline]] inline __mmask16 first_lanes(std::int64_t count) {
@@ -126,13 +125,17 @@ void pack_columns(float* panels, std::int64_t panel_stride, const Operand& b, st
 }
 
 /// How the values of a lie: k by k, `a_step` floats apart; row by row, likewise; or row by row as in a panel, where the step is known.
-enum class Layout : std::uint8_t { ByK, Lines, PanelLines };
+enum class Layout : std::uint8_t { ByK, Lines, PanelLines, ShortLines };
 
 /// ROWS x (VECTORS * kLanes) elements of c.
 template <int ROWS, int VECTORS, Layout LAYOUT>
 void tile(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t b_step, std::int64_t columns,
           std::int64_t k, float alpha, float beta) {
     const std::int64_t ahead = kAhead * b_step;
+    // The compiler knows the step where it is a constant: no row needs a pointer of its own then.
+    const std::int64_t row_step = LAYOUT == Layout::PanelLines   ? GemmKernels::line_step
+                                  : LAYOUT == Layout::ShortLines ? GemmKernels::short_step
+                                                                 : a_step;
     Vec sums[ROWS][VECTORS];
     for (int i = 0; i < ROWS; ++i) {
         for (int v = 0; v < VECTORS; ++v) {
@@ -148,7 +151,7 @@ void tile(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, 
         }
 #pragma GCC unroll 14
         for (int i = 0; i < ROWS; ++i) {
-            const Vec x = broadcast(LAYOUT == Layout::ByK ? a[i] : LAYOUT == Layout::Lines ? a[i * a_step + p] : a[i * kLineStep + p]);
+            const Vec x = broadcast(a[LAYOUT == Layout::ByK ? i : i * row_step + p]);
             for (int v = 0; v < VECTORS; ++v) sums[i][v] += x * line[v];
         }
         if constexpr (LAYOUT == Layout::ByK) a += a_step;
@@ -216,6 +219,7 @@ const GemmKernels gemm_kernels = {kHeight,
                                   pack_columns,
                                   multiply_panel<Layout::ByK>,
                                   multiply_panel<Layout::PanelLines>,
+                                  multiply_panel<Layout::ShortLines>,
                                   multiply_lines,
                                   transpose};
 

@@ -18,7 +18,8 @@ struct Kernels {
     void (*rotate)(float* x, const float* cos, const float* sin, std::int64_t half, float direction);
 
     void (*swiglu)(float* y, const float* gate, const float* up, std::int64_t n);
-    void (*swiglu_backward)(float* dgate, float* dup, const float* dy, const float* gate, const float* up, std::int64_t n);
+    /// y, unless null, as by swiglu
+    void (*swiglu_backward)(float* dgate, float* dup, float* y, const float* dy, const float* gate, const float* up, std::int64_t n);
 
     void (*add)(float* y, const float* x, std::int64_t n);                  // y += x
     void (*scale)(float* y, const float* x, float factor, std::int64_t n);  // y = factor * x; may be in place

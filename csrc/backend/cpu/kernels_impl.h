@@ -63,11 +63,12 @@ void swiglu(float* y, const float* gate, const float* up, std::int64_t n) {
     });
 }
 
-void swiglu_backward(float* dgate, float* dup, const float* dy, const float* gate, const float* up, std::int64_t n) {
+void swiglu_backward(float* dgate, float* dup, float* y, const float* dy, const float* gate, const float* up, std::int64_t n) {
     each(n, [&](std::int64_t i, auto part) {
         const Vec g = part.load(gate + i), u = part.load(up + i), d = part.load(dy + i);
         const Vec s = sigmoid(g);
         const Vec silu = g * s;
+        if (y != nullptr) part.store(y + i, silu * u);
         part.store(dup + i, d * silu);
         part.store(dgate + i, d * u * (s + silu * (1.0f - s)));
     });

@@ -15,6 +15,7 @@ namespace surogate {
 struct GemmKernels {
     /// Floats between the rows of a panel that holds a row by row; lines of them all lie in different sets of the first-level cache.
     static constexpr std::int64_t line_step = 656;
+    static constexpr std::int64_t short_step = 144;
 
     std::int64_t max_height;  // rows of a panel of a, at most
     std::int64_t width;       // columns of a panel of b
@@ -30,6 +31,9 @@ struct GemmKernels {
                      std::int64_t rows, std::int64_t columns, std::int64_t k, float alpha, float beta);
     /// The same for rows that lie `line_step` apart; a_step is not looked at.
     void (*multiply_panel_lines)(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t b_step,
+                                 std::int64_t rows, std::int64_t columns, std::int64_t k, float alpha, float beta);
+    /// Likewise, with `short_step`.
+    void (*multiply_short_lines)(float* c, std::int64_t c_stride, const float* a, std::int64_t a_step, const float* b, std::int64_t b_step,
                                  std::int64_t rows, std::int64_t columns, std::int64_t k, float alpha, float beta);
     /// The same for an a that lies row by row, any number of rows: slower, but nothing needs to be packed.
     void (*multiply_lines)(float* c, std::int64_t c_stride, const float* a, std::int64_t a_stride, const float* b, std::int64_t b_step,
