@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,8 +122,19 @@ def gone(group: int, patience: float = 10.0) -> dict[int, str]:
     return left
 
 
-def left_behind() -> set[str]:
-    return {path.name for folder, pattern in (("/tmp", "surogate-vllm-*"), ("/dev/shm", "psm_*")) for path in Path(folder).glob(pattern)}
+def belongings(group: int) -> set[Path]:
+    """What the processes of a group have that would outlive them: named shared memory, and the folder of their sockets."""
+    found: set[Path] = set()
+    for process in members(group):
+        with contextlib.suppress(OSError):
+            found |= {Path(path) for path in guard._named_memory(process)}
+            variables = dict(entry.partition("=")[::2] for entry in Path(f"/proc/{process}/environ").read_text().split("\0"))
+            found.add(Path(variables[guard.FOLDER]))
+    return found
+
+
+def left(paths: set[Path]) -> list[Path]:
+    return [path for path in paths if path.exists()]
 
 
 def agreed(metrics: list[dict[str, float]], tolerance: float) -> None:
@@ -135,46 +148,47 @@ def agreed(metrics: list[dict[str, float]], tolerance: float) -> None:
 
 def test_an_engine_that_is_killed_is_replaced_and_the_run_goes_on(start: Callable[..., Run]) -> None:
     """Colocated, with a merged adapter. The engine's core is killed, as the kernel does when memory runs out."""
-    before = left_behind()
     run = start({"mode": "colocate", "sync": "merged"}, lora=True)
     run.wait_for(run.metrics)
     group = engine_group(run)
+    mine = belongings(group)
     core = next(number for number, command in members(group).items() if "EngineCore" in command)
     os.kill(core, signal.SIGKILL)
     metrics = run.finish()
     agreed(metrics, 1e-4)
     assert sum(values.get("vllm/restarts", 0) for values in metrics) == 1
     assert not gone(group)
-    assert left_behind() <= before, "the trackers of shared memory have done their work"
+    assert len(mine) > 1
+    assert not left(mine)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
 def test_nothing_outlives_a_run_that_is_killed_while_the_engine_starts(start: Callable[..., Run], how: signal.Signals) -> None:
-    before = left_behind()
     run = start({})
     group = run.wait_for(lambda: engine_group(run))
+    mine = run.wait_for(lambda: belongings(group))
     time.sleep(1)
     run.process.send_signal(how)
     assert run.process.wait(60) != 0
     assert not gone(group)
-    assert left_behind() <= before
+    assert not left(mine)
 
 
 def test_nothing_outlives_a_run_that_is_killed(start: Callable[..., Run]) -> None:
     """As a server, which holds a port too."""
-    before = left_behind()
     run = start({"mode": "server"}, max_steps=10_000)
     run.wait_for(lambda: len(run.metrics()) >= 4)
     agreed(run.metrics()[:4], 1e-4)
     group = engine_group(run)
     processes = members(group)
     assert len(processes) >= 3, "main process, engine core, worker"
-    ports = listening(set(processes))
+    mine, ports = belongings(group), listening(set(processes))
+    assert len(mine) > 1
     assert ports
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
     assert not gone(group)
-    assert left_behind() <= before
+    assert not left(mine)
     for port in ports:
         with socket.socket() as client:
             assert client.connect_ex(("127.0.0.1", port)) != 0, "somebody still listens"
