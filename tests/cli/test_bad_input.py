@@ -252,7 +252,8 @@ def test_a_task_whose_package_is_not_there(cli: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     assert cli("sft", SFT.replace("rows.jsonl", "reasoning_gym/chain_sum")) == (
         2,
-        "error: reasoning_gym/chain_sum: the package reasoning-gym is not installed (No module named 'reasoning_gym.factory'; 'reasoning_gym' is not a package); "
+        "error: reasoning_gym/chain_sum: the package reasoning-gym is not installed "
+        "(No module named 'reasoning_gym.factory'; 'reasoning_gym' is not a package); "
         "run: pip install reasoning-gym\n",
     )
 
