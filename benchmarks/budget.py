@@ -2,9 +2,11 @@
 
     python benchmarks/budget.py all --work DIR [--seeds 0-9] [--processes 2]     every run that is not in DIR/runs.jsonl yet
     python benchmarks/budget.py run --work DIR --task keypad --arm both --seed 3  one of them
+    python benchmarks/budget.py calibrate --work DIR                             what a token costs, on a quiet machine
     python benchmarks/budget.py report --work DIR                                summary lines of JSON
 
-Arms: off (no budget), depth, width, both, and known (the known coverage rule, see `budget_known_rule.py`). Tasks, targets and how costs are
+Arms: off (no budget), depth, width, both, known (the known coverage rule, see `budget_known_rule.py`) and known_longer (the same with more
+steps, since its steps are cheaper). Tasks, targets and how costs are
 counted are described in docs/budget.md.
 """
 
@@ -25,14 +27,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-ARMS = ("off", "depth", "width", "both", "known")
+ARMS = ("off", "depth", "width", "both", "known", "known_longer")
 TASK_NAMES = ("keypad", "letters", "sorting")
-STEPS, EVERY = 48, 6
+STEPS, LONGER, EVERY = 48, 84, 6
+CALIBRATION_SEED = 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("all", "run", "report"))
+    parser.add_argument("verb", choices=("all", "run", "calibrate", "report"))
     parser.add_argument("--work", type=Path, required=True, help="folder of models, data and runs.jsonl")
     parser.add_argument("--task", choices=TASK_NAMES)
     parser.add_argument("--arm", help="one or several with commas")
@@ -50,10 +53,14 @@ def main() -> None:
     elif arguments.verb == "all":
         first, _, last = arguments.seeds.partition("-")
         run_all(work, range(int(first), int(last or first) + 1), arguments.tasks.split(","), arguments.arms.split(","), arguments.processes)
+    elif arguments.verb == "calibrate":
+        for task in arguments.tasks.split(","):
+            for arm in ("off", "known"):  # steps of many sizes
+                run(work, task, arm, CALIBRATION_SEED, arguments.set, into="calibration.jsonl")
     else:
         from budget_report import report
 
-        for line in report(work / "runs.jsonl"):
+        for line in report(work):
             print(json.dumps(line))
 
 
@@ -79,8 +86,8 @@ def done(work: Path) -> Iterator[tuple[str, str, int]]:
         yield entry["task"], entry["arm"], entry["seed"]
 
 
-def run(work: Path, name: str, arm: str, seed: int, overrides: list[str]) -> None:
-    """Trains one arm and appends a line to runs.jsonl: by step what was sampled and trained, and each evaluation."""
+def run(work: Path, name: str, arm: str, seed: int, overrides: list[str], into: str = "runs.jsonl") -> None:
+    """Trains one arm and appends a line to a file of runs: by step what was sampled and trained, and each evaluation."""
     import shutil
 
     from budget_tasks.tasks import TASKS
@@ -98,7 +105,7 @@ def run(work: Path, name: str, arm: str, seed: int, overrides: list[str]) -> Non
     file.write_text(json.dumps(rl_config(task, start, work, arm, seed, output), indent=1), encoding="utf-8")  # which is YAML too
     config = load_config(file, "grpo", overrides)
     unit = "tokens" if task.environment is None else "turns"
-    with StepClock(grpo, known_rule=unit if arm == "known" else None) as clock:
+    with StepClock(grpo, known_rule=unit if arm.startswith("known") else None) as clock:
         result = surogate_rl.grpo(config)
     steps = [line for line in result.history if "reward" in line]
     evaluations = [(int(line["step"]), line["eval_reward"]) for line in result.history if "eval_reward" in line]
@@ -116,7 +123,7 @@ def run(work: Path, name: str, arm: str, seed: int, overrides: list[str]) -> Non
         "reward": [round(line["reward"], 4) for line in steps],
         "budget": [{key: round(v, 4) for key, v in line.items() if key.startswith(("budget/", "known_rule/"))} for line in steps],
     }
-    with (work / "runs.jsonl").open("a", encoding="utf-8") as file:
+    with (work / into).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
     shutil.rmtree(output, ignore_errors=True)
     best = max(value for _, value in evaluations)
@@ -224,7 +231,7 @@ def rl_config(task: Any, start: Path, work: Path, arm: str, seed: int, output: P
         "per_device_train_batch_size": 32,
         "learning_rate": 8e-4 if task.name == "letters" else 4e-4,
         "lr_scheduler_type": "constant",
-        "max_steps": STEPS,
+        "max_steps": LONGER if arm == "known_longer" else STEPS,
         "save_steps": 0,
         "seed": seed,
         "threads": 1,

@@ -1,4 +1,4 @@
-"""The pictures of docs/budget.md: ``python benchmarks/budget_plots.py [--runs DIR/runs.jsonl]`` writes docs/budget/*.svg.
+"""The pictures of docs/budget.md: ``python benchmarks/budget_plots.py [--runs DIR]`` writes docs/budget/*.svg.
 
 All but the last are simulations of a known law; with `--runs` the curves of the benchmark are drawn too.
 """
@@ -175,25 +175,24 @@ def noise() -> None:
 
 
 def benchmark(runs: Path) -> None:
-    from budget_report import BELOW, Arm, load, prices
+    from budget_report import BELOW, Arm, load, price_of
 
-    found = load(runs)
+    found = load(runs / "runs.jsonl")
     names = [name for name in ("keypad", "letters", "sorting") if name in found]
     figure, all_axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.6), squeeze=False)
     for axes, name in zip(all_axes[0], names, strict=True):
         by_arm: dict[str, dict[int, Any]] = found[name]
-        seeds = sorted(set.intersection(*(set(runs) for runs in by_arm.values())))
-        price = prices([run for runs in by_arm.values() for run in runs.values()])
+        price = price_of(runs, name)
         for arm, colour in ARM_COLOURS.items():
             if arm in by_arm:
-                one = Arm([by_arm[arm][seed] for seed in seeds], price)
+                one = Arm(list(by_arm[arm].values()), price)
                 mean, cost = one.reward.mean(axis=0), one.costs["tokens"].mean(axis=0)
-                error = one.reward.std(axis=0, ddof=1) / math.sqrt(len(seeds)) if len(seeds) > 1 else np.zeros_like(mean)
+                error = one.reward.std(axis=0, ddof=1) / math.sqrt(len(one.reward)) if len(one.reward) > 1 else np.zeros_like(mean)
                 axes.plot(cost, mean, color=COLOURS[colour], label=arm)
                 axes.fill_between(cost, mean - error, mean + error, color=COLOURS[colour], alpha=0.12, linewidth=0)
                 if arm == "off":
                     axes.axhline(one.late.mean() - BELOW, color=COLOURS["soft"], linewidth=1)
-        axes.set(xlabel="tokens, at a price in seconds", title=f"{name} ({len(seeds)} seeds)")
+        axes.set(xlabel="tokens, at a price in seconds", title=f"{name} ({len(by_arm['off'])} seeds)")
     all_axes[0][0].set_ylabel("held-out reward")
     all_axes[0][0].legend(frameon=False, fontsize=8)
     save(figure, "benchmark")

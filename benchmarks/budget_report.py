@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLINGS, BELOW, LAST = 2000, 0.02, 3
-COMMAND = "python benchmarks/budget.py all --work DIR && python benchmarks/budget.py report --work DIR"
+COMMAND = "python benchmarks/budget.py all --work DIR && python benchmarks/budget.py calibrate --work DIR && "
+COMMAND += "python benchmarks/budget.py report --work DIR"
 Doubles = NDArray[np.float64]
 
 
@@ -24,13 +25,12 @@ class Arm:
     Attributes:
         reward: [seeds, evaluations], means over three evaluations.
         costs: by measure, [seeds, evaluations]: spent until each.
-        final: [seeds], mean of the last three evaluations.
+        late: [seeds], mean of the last quarter of the evaluations.
     """
 
     def __init__(self, runs: Sequence[dict[str, Any]], prices: tuple[float, float]) -> None:
         raw = np.array([[value for _, value in run["evaluations"]] for run in runs])
         self.reward = np.stack([_smooth(row) for row in raw])
-        self.final = raw[:, -LAST:].mean(axis=1)
         self.late = raw[:, -max(raw.shape[1] // 4, 1) :].mean(axis=1)
         at = [step for step, _ in runs[0]["evaluations"]]
         spent = [np.array(run["sampled_tokens"]) * prices[0] + np.array(run["trained_tokens"]) * prices[1] for run in runs]
@@ -85,59 +85,82 @@ def prices(runs: Sequence[dict[str, Any]]) -> tuple[float, float]:
     return float(sample), float(train)
 
 
-def report(path: Path) -> Iterator[dict[str, Any]]:
-    for task, by_arm in sorted(load(path).items()):
-        seeds = sorted(set.intersection(*(set(runs) for runs in by_arm.values())))
-        price = prices([run for runs in by_arm.values() for run in runs.values()])
-        arms = {arm: Arm([runs[seed] for seed in seeds], price) for arm, runs in by_arm.items()}
-        target = float(arms["off"].late.mean()) - BELOW
-        for arm in arms:
-            yield from _lines(task, arm, arms, target, seeds, price)
+def price_of(work: Path, task: str) -> tuple[float, float]:
+    """From the calibration on a quiet machine, or where there is none from all runs."""
+    path = work / "calibration.jsonl"
+    found = load(path if path.exists() else work / "runs.jsonl")[task]
+    return prices([run for runs in found.values() for run in runs.values()])
 
 
-def _lines(
-    task: str, name: str, arms: dict[str, Arm], target: float, seeds: Sequence[int], price: tuple[float, float]
-) -> Iterator[dict[str, Any]]:
-    arm = arms[name]
-    common = {
+def report(work: Path) -> Iterator[dict[str, Any]]:
+    for task, by_arm in sorted(load(work / "runs.jsonl").items()):
+        price = price_of(work, task)
+        off = Arm(list(by_arm["off"].values()), price)
+        target = float(off.late.mean()) - BELOW
+        for name, runs in by_arm.items():
+            for peer in ("off", "known", "known_longer"):
+                if peer in by_arm and peer != name:
+                    yield from _costs(task, (name, runs), (peer, by_arm[peer]), target, price)
+            yield _final(task, (name, runs), by_arm["off"], target)
+
+
+def _common(seeds: Sequence[int], target: float) -> dict[str, Any]:
+    return {
         "machine": f"{platform.processor() or platform.machine()}, 2 cores, shared",
         "date": date.today().isoformat(),
         "command": COMMAND,
         "seeds": len(seeds),
         "target": round(target, 4),
     }
-    for peer in ("off", "known"):
-        if peer not in arms or peer == name:
-            continue
-        for measure, unit in (("tokens", "CPU seconds to the target by tokens at a fitted price"), ("cpu", "CPU seconds to the target")):
-            ours, theirs = arm.to_reach(target, measure), arms[peer].to_reach(target, measure)
-            reached = bool(np.isfinite(theirs))
-            least = theirs if reached else float(arms[peer].costs[measure][:, -1].mean())
-            low, high = _limits(arm, arms[peer], target, measure)
-            line = {
-                "bench": f"budget_{task}_{name}_over_{peer}_{measure}",
-                "ours": round(ours, 3) if np.isfinite(ours) else None,
-                "peer": round(least, 3),
-                "ratio": round(least / ours, 3) if np.isfinite(ours) else None,
-                "unit": unit,
-                "ratio_range": [low, high],
-                "peer_reached": reached,
-            }
-            if measure == "tokens":
-                line["price_us"] = [round(value * 1e6, 2) for value in price]
-            yield line | common
-    difference = arm.final - arms["off"].final
+
+
+def _costs(
+    task: str,
+    own: tuple[str, dict[int, dict[str, Any]]],
+    other: tuple[str, dict[int, dict[str, Any]]],
+    target: float,
+    price: tuple[float, float],
+) -> Iterator[dict[str, Any]]:
+    """What both arms spend until the target, over the seeds that both have."""
+    seeds = sorted(own[1].keys() & other[1].keys())
+    arm, peer = (Arm([runs[seed] for seed in seeds], price) for runs in (own[1], other[1]))
+    for measure, unit in (("tokens", "CPU seconds to the target by tokens at a fitted price"), ("cpu", "CPU seconds to the target")):
+        ours, theirs = arm.to_reach(target, measure), peer.to_reach(target, measure)
+        reached = bool(np.isfinite(theirs))
+        least = theirs if reached else float(peer.costs[measure][:, -1].mean())
+        line = {
+            "bench": f"budget_{task}_{own[0]}_over_{other[0]}_{measure}",
+            "ours": round(ours, 3) if np.isfinite(ours) else None,
+            "peer": round(least, 3),
+            "ratio": round(least / ours, 3) if np.isfinite(ours) else None,
+            "unit": unit,
+            "ratio_range": _limits(arm, peer, target, measure),
+            "peer_reached": reached,
+        }
+        if measure == "tokens":
+            line["price_us"] = [round(value * 1e6, 2) for value in price]
+        yield line | _common(seeds, target)
+
+
+def _final(task: str, own: tuple[str, dict[int, dict[str, Any]]], off: dict[int, dict[str, Any]], target: float) -> dict[str, Any]:
+    """Means of three evaluations after as many steps as `off` has."""
+    seeds = sorted(own[1].keys() & off.keys())
+    count = len(off[seeds[0]]["evaluations"])
+    ours, plain = (
+        np.array([[v for _, v in runs[s]["evaluations"]][count - LAST : count] for s in seeds]).mean(axis=1) for runs in (own[1], off)
+    )
+    difference = ours - plain
     error = float(difference.std(ddof=1) / np.sqrt(difference.size)) if difference.size > 1 else float("nan")
-    yield {
-        "bench": f"budget_{task}_{name}_final",
-        "ours": round(float(arm.final.mean()), 4),
-        "peer": round(float(arms["off"].final.mean()), 4),
+    return {
+        "bench": f"budget_{task}_{own[0]}_final",
+        "ours": round(float(ours.mean()), 4),
+        "peer": round(float(plain.mean()), 4),
         "ratio": None,
         "unit": "held-out reward at the end, against off",
         "difference": round(float(difference.mean()), 4),
         "difference_low": round(float(difference.mean()) - _t(difference.size) * error, 4),
-        "by_seed": [round(float(value), 4) for value in arm.final],
-    } | common
+        "by_seed": [round(float(value), 4) for value in ours],
+    } | _common(seeds, target)
 
 
 def _limits(ours: Arm, peer: Arm, target: float, measure: str) -> list[float | None]:
