@@ -57,3 +57,10 @@ async def finish_weight_update(engine: Any, version: int) -> None:
         await engine.finish_weight_update(weight_version=str(version))
     else:
         await engine.finish_weight_update()
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it refuses; in later versions that is no ValueError any more."""
+    from vllm.exceptions import VLLMValidationError
+
+    return ValueError, VLLMValidationError

@@ -232,5 +232,5 @@ def _errors() -> Any:
         yield
     except EngineDeadError as error:
         raise Dead(f"vLLM's engine core has ended: {error}") from error
-    except ValueError as error:
+    except compat.request_errors() as error:
         raise Rejected(str(error)) from error
