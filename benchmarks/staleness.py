@@ -1,11 +1,11 @@
 """What sampling ahead of the learner (rollouts.max_staleness: 1) does to the quickstart task: final held-out reward and wall clock.
 
-    python benchmarks/staleness.py --work DIR [--seeds 10] [--processes 2] [--pairs 5]
+    python benchmarks/staleness.py --work DIR [--seeds 10] [--processes 2]
 
 Both arms of a seed start from the same SFT model and see the same prompts in the same order; everything else is
-examples/quickstart/grpo.yaml. The reward is the mean exact match over the 500 held-out prompts, 8 samples each at temperature 1. Arms of a
-seed run side by side, one CPU thread each. The wall clock is measured afterwards, whole runs of both arms in turn with nothing beside them
-on all cores, with a matrix product before and after each as in `protocol.py`. Runs that are in DIR already are not run again.
+examples/quickstart/grpo.yaml. The reward is the mean exact match over the 500 held-out prompts, 8 samples each at temperature 1. The arms
+of a seed run side by side, one CPU thread each, so that whatever else the machine does slows both; the wall clock is that of their steps.
+Runs that are in DIR already are not run again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import runpy
 import statistics
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -39,9 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of data, models and results")
     parser.add_argument("--seeds", type=int, default=10, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--processes", type=int, default=2, help="runs side by side")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of runs that the wall clock is measured with")
-    parser.add_argument("--run", nargs=4, metavar=("KIND", "SEED", "STALENESS", "THREADS"), help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, default=2, help="runs side by side; an even number keeps the arms of a seed together")
+    parser.add_argument("--run", nargs=3, metavar=("KIND", "SEED", "STALENESS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     work: Path = arguments.work.resolve()
     if arguments.run is not None:
@@ -50,14 +48,15 @@ def main() -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(arguments.processes) as pool:
-        list(pool.map(lambda seed: start(work, "sft", seed, 0, 1), range(arguments.seeds)))
+        list(pool.map(lambda seed: start(work, "sft", seed, 0), range(arguments.seeds)))
         jobs = [(seed, arm) for seed in range(arguments.seeds) for arm in ARMS]
-        results = list(pool.map(lambda job: start(work, "grpo", job[0], job[1], 1), jobs))
-    rewards = {arm: [r["reward"] for r, job in zip(results, jobs, strict=True) if job[1] == arm] for arm in ARMS}
-    clock = wall_clock(work, arguments.pairs)
+        results = list(pool.map(lambda job: start(work, "grpo", *job), jobs))
+    runs = {arm: [result for result, job in zip(results, jobs, strict=True) if job[1] == arm] for arm in ARMS}
+    rewards = {arm: [run["reward"] for run in runs[arm]] for arm in ARMS}
+    seconds = {arm: [round(run["seconds"], 1) for run in runs[arm]] for arm in ARMS}
+    ratios = [slow / fast for slow, fast in zip(seconds[0], seconds[1], strict=True)]
     ours, peer = (statistics.mean(rewards[arm]) for arm in (1, 0))
     low, high = interval([a - b for a, b in zip(rewards[1], rewards[0], strict=True)])
-    aged = [r for r, job in zip(results, jobs, strict=True) if job[1] == 1]
     line = {
         "bench": "staleness",
         "ours": round(ours, 4),
@@ -67,12 +66,18 @@ def main() -> None:
         "difference_95": [round(low, 4), round(high, 4)],
         "unit": f"held-out exact match after GRPO, max_staleness 1 (ours) and 0 (peer), mean of {arguments.seeds} paired seeds",
         "rewards": rewards,
-        "mean_staleness": round(statistics.mean(r["rollouts/staleness_mean"] for r in aged), 3),
-        "mean_logp_difference": round(statistics.mean(r["sampling/sampling_logp_difference/mean"] for r in aged), 4),
-        "wall_clock": clock,
+        "mean_staleness": round(statistics.mean(r["rollouts/staleness_mean"] for r in runs[1]), 3),
+        "mean_logp_difference": round(statistics.mean(r["sampling/sampling_logp_difference/mean"] for r in runs[1]), 4),
+        "wall_clock": {
+            "seconds": seconds,
+            "ratio": round(statistics.median(ratios), 3),
+            "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "idle_share": {arm: round(statistics.mean(r["time/engine_idle"] / r["step_time"] for r in runs[arm]), 3) for arm in ARMS},
+            "unit": "seconds of 60 GRPO steps, the arms side by side with one CPU thread each; ratio above 1: max_staleness 1 is faster",
+        },
         "machine": machine(),
         "date": date.today().isoformat(),
-        "command": f"python benchmarks/staleness.py --work DIR --seeds {arguments.seeds} --pairs {arguments.pairs}",
+        "command": f"python benchmarks/staleness.py --work DIR --seeds {arguments.seeds}",
     }
     path = ROOT / "benchmarks" / "results" / f"{date.today().isoformat()}-cpu-rollouts.jsonl"
     with path.open("a", encoding="utf-8") as file:
@@ -95,12 +100,12 @@ def interval(differences: list[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def start(work: Path, kind: str, seed: int, staleness: int, threads: int, tag: str = "") -> dict[str, Any]:
+def start(work: Path, kind: str, seed: int, staleness: int) -> dict[str, Any]:
     """Runs `one` in a process of its own, unless its result is there."""
-    name = f"{kind}-{seed}" + ("" if kind == "sft" else f"-k{staleness}") + tag
+    name = f"{kind}-{seed}" + ("" if kind == "sft" else f"-k{staleness}")
     result = work / f"{name}.json"
     if not result.is_file():
-        command = [sys.executable, __file__, "--work", str(work), "--run", kind, str(seed), str(staleness), str(threads)]
+        command = [sys.executable, __file__, "--work", str(work), "--run", kind, str(seed), str(staleness)]
         with (work / f"{name}.log").open("w") as log:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, check=True)
         result.write_text(done.stdout.strip().splitlines()[-1] + "\n")
@@ -108,35 +113,7 @@ def start(work: Path, kind: str, seed: int, staleness: int, threads: int, tag: s
     return dict(json.loads(result.read_text()))
 
 
-def wall_clock(work: Path, pairs: int) -> dict[str, Any]:
-    """Seconds of the steps of whole runs, the arms in turn. Pairs beside a probe below 90% of the best one do not count."""
-    from protocol import KEPT as GOOD
-    from protocol import gemm_rate
-
-    raw: list[dict[str, Any]] = []
-    probe = gemm_rate()
-    while len(raw) < 3 * pairs:
-        order = ARMS if len(raw) % 2 == 0 else ARMS[::-1]
-        runs = {arm: start(work, "grpo", 0, arm, 0, f"-alone{len(raw)}-{time.time_ns()}") for arm in order}
-        after = gemm_rate()
-        raw.append({"ours_s": runs[1]["seconds"], "peer_s": runs[0]["seconds"], "gflops": [round(probe, 1), round(after, 1)]})
-        raw[-1] |= {f"{side}_idle_s": round(runs[arm]["time/engine_idle"], 2) for side, arm in (("ours", 1), ("peer", 0))}
-        probe = after
-        best = max(max(pair["gflops"]) for pair in raw)
-        good = [pair for pair in raw if min(pair["gflops"]) >= GOOD * best]
-        if len(good) >= pairs:
-            break
-    return {
-        "ours_s": statistics.median(pair["ours_s"] for pair in good),
-        "peer_s": statistics.median(pair["peer_s"] for pair in good),
-        "ratio": statistics.median(pair["peer_s"] / pair["ours_s"] for pair in good),
-        "good_pairs": len(good),
-        "unit": "seconds of 60 GRPO steps, all cores; ratio above 1: max_staleness 1 is faster",
-        "pairs": raw,
-    }
-
-
-def one(work: Path, kind: str, seed: int, staleness: int, threads: int) -> None:
+def one(work: Path, kind: str, seed: int, staleness: int) -> None:
     """Prints one line of JSON as its last."""
     import torch
 
@@ -146,7 +123,7 @@ def one(work: Path, kind: str, seed: int, staleness: int, threads: int) -> None:
     torch.set_num_threads(1)
     os.chdir(ROOT)
     data, sft = work / f"data-{seed}", work / f"sft-{seed}"
-    common = [f"seed={seed}", f"threads={threads}", f"eval.datasets.0.path={data}/heldout.jsonl"]
+    common = [f"seed={seed}", "threads=1", f"eval.datasets.0.path={data}/heldout.jsonl"]
     if kind == "sft":
         runpy.run_path(str(QUICKSTART / "make_data.py"))["main"](data, seed)
         changes = [*common, f"output_dir={sft}", f"datasets.0.path={data}/demonstrations.jsonl", "eval=null"]
