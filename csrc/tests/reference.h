@@ -81,6 +81,7 @@ class Exact {
     std::int64_t columns() const { return columns_; }
     double& operator()(std::int64_t r, std::int64_t c) { return values_[static_cast<std::size_t>(r * columns_ + c)]; }
     double operator()(std::int64_t r, std::int64_t c) const { return values_[static_cast<std::size_t>(r * columns_ + c)]; }
+    const double* row(std::int64_t r) const { return values_.data() + r * columns_; }
 
    private:
     std::int64_t rows_ = 0, columns_ = 0;
