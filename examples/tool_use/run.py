@@ -65,7 +65,7 @@ def main() -> None:
 def common(directory: Path, seed: int, steps: int | None) -> list[str]:
     if directory.exists():
         directory.rename(directory.with_name(f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
-    return [f"output_dir={directory}", f"seed={seed}", *([f"max_steps={steps}"] if steps else [])]
+    return [f"output_dir={directory}", f"seed={seed}", *([f"max_steps={steps}", "warmup_steps=0"] if steps else [])]
 
 
 def rollouts(directory: Path, step: int) -> list[dict[str, Any]]:
