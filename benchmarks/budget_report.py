@@ -101,7 +101,9 @@ def report(work: Path) -> Iterator[dict[str, Any]]:
             for peer in ("off", "known", "known_longer"):
                 if peer in by_arm and peer != name:
                     yield from _costs(task, (name, runs), (peer, by_arm[peer]), target, price)
-            yield _final(task, (name, runs), by_arm["off"], target)
+            if name != "off":
+                yield _spent(task, (name, runs), by_arm["off"], target, price)
+                yield _final(task, (name, runs), by_arm["off"], target)
 
 
 def _common(seeds: Sequence[int], target: float) -> dict[str, Any]:
@@ -140,6 +142,27 @@ def _costs(
         if measure == "tokens":
             line["price_us"] = [round(value * 1e6, 2) for value in price]
         yield line | _common(seeds, target)
+
+
+def _spent(
+    task: str, own: tuple[str, dict[int, dict[str, Any]]], off: dict[int, dict[str, Any]], target: float, price: tuple[float, float]
+) -> dict[str, Any]:
+    """Tokens of as many steps as `off` has, seed by seed: what a step saves, whatever becomes of the reward (see the line `final`)."""
+    seeds = sorted(own[1].keys() & off.keys())
+    count = len(off[seeds[0]]["sampled_tokens"])
+    ours, plain = (
+        np.array([sum(runs[s]["sampled_tokens"][:count]) * price[0] + sum(runs[s]["trained_tokens"][:count]) * price[1] for s in seeds])
+        for runs in (own[1], off)
+    )
+    ratios = plain / ours
+    return {
+        "bench": f"budget_{task}_{own[0]}_over_off_spent",
+        "ours": round(float(ours.mean()), 3),
+        "peer": round(float(plain.mean()), 3),
+        "ratio": round(float(plain.mean() / ours.mean()), 3),
+        "unit": "CPU seconds for all steps by tokens at a fitted price",
+        "ratio_range": [round(float(ratios.min()), 3), round(float(ratios.max()), 3)],
+    } | _common(seeds, target)
 
 
 def _final(task: str, own: tuple[str, dict[int, dict[str, Any]]], off: dict[int, dict[str, Any]], target: float) -> dict[str, Any]:
