@@ -51,8 +51,8 @@ def test_a_silent_engine_is_replaced_and_gets_its_requests_again(server: Any) ->
     bench.run(bench.engine.health())
 
 
-def test_an_engine_that_keeps_ending_stops_the_run_with_its_cause(server: Any) -> None:
-    bench = server
+def test_an_engine_that_keeps_ending_stops_the_run_with_its_cause(make_bench: Callable[..., Any]) -> None:
+    bench = make_bench(mode="server")  # one of its own, since nothing can be asked of it afterwards
     bench.sample([[1]])
     (replica,) = bench.engine.replicas
     replica.restarts = replica.options.max_restarts

@@ -55,6 +55,7 @@ class VllmEngine:
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self._snapshot: Snapshot | None = None
         self._metrics: dict[str, float] = {}
+        self._restarts_told = 0
         self.replicas: list[Replica] = []
         try:
             for number, url in enumerate(options.base_urls or [None] * len(options.environments)):
@@ -72,6 +73,10 @@ class VllmEngine:
     def take_metrics(self) -> dict[str, float]:
         """What was measured since the last call: seconds of start-up and of each part of a sync, the probe's gap, restarts."""
         taken, self._metrics = self._metrics, {}
+        restarts = sum(replica.restarts for replica in self.replicas)
+        if restarts != self._restarts_told:  # wherever it was noticed: by a request, in a sync or by the probe
+            self._restarts_told = restarts
+            taken["vllm/restarts"] = float(restarts)
         return taken
 
     async def begin(self) -> None:
@@ -158,7 +163,6 @@ class VllmEngine:
             while True:
                 try:
                     await replica.restart()
-                    self._metrics["vllm/restarts"] = float(sum(each.restarts for each in self.replicas))
                     if self._snapshot is not None:
                         await replica.update(self._snapshot, self._version)
                     if self._paused:
