@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from surogate_rl.config.schema import DpoConfig, EnvironmentConfig, GrpoConfig, SftConfig
@@ -36,15 +37,13 @@ def own_weight(environment: EnvironmentConfig) -> float | None:
 def run_grpo(config: GrpoConfig, rewards: Sequence[Callable[..., Any]] = ()) -> RunResult:
     """`rewards` are Python functions beside those that the config names."""
     check_output(config)
-    launched = Launched(config)
     weight = own_weight(config.environment)
-    runner = load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers, environment_weight=weight)
-    try:
-        with open_session(
+    with (
+        closing(Launched(config)) as launched,
+        closing(load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers, environment_weight=weight)) as runner,
+        open_session(
             "grpo", config, grpo.micro_batch_tokens(config), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab)
-        ) as session:
-            session.launched = launched
-            return train(session, grpo.Grpo(session, config, runner))
-    finally:
-        launched.close()
-        runner.close()
+        ) as session,
+    ):
+        session.launched = launched
+        return train(session, grpo.Grpo(session, config, runner))

@@ -48,7 +48,7 @@ class Dpo:
         self._objective = make_objective(config.loss, command="dpo")
         self._schedule = Schedule.from_config(config, self.total_steps)
         self._reference: dict[int, tuple[FloatArray, FloatArray]] = {}
-        self._num_tokens = 0
+        self._num_tokens = self.learned = 0
 
     @property
     def total_steps(self) -> int:
@@ -78,6 +78,7 @@ class Dpo:
         check_first_gradient(step, result, self._config)
         tokens = sum(batch.num_tokens for batch in batches)
         self._num_tokens += tokens
+        self.learned = step
         seconds = clock.lap()
         return {
             "loss": result.loss,

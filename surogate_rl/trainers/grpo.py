@@ -76,7 +76,7 @@ class Grpo:
         self._rollouts.stream(manager, self._task, rollouts, self.total_steps, self._budget)
         self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None
         self._log = RolloutLog(session.output_dir / "rollouts", session.loaded.tokenizer)
-        self._num_tokens = 0
+        self._num_tokens = self.learned = 0
         self._unscored, self._equal = UnscoredSteps(config.max_skipped_steps), EqualRewards()
 
     @property
@@ -116,6 +116,9 @@ class Grpo:
             self._budget.observe(batch.used)
             values |= self._budget.metrics()
         values |= self._learn(step, list(sequences.values()))
+        tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
+        self._num_tokens += tokens
+        self.learned = step
         times["time/learn"] = clock.lap()
         self._rollouts.weights_changed(step)
         times["time/sync"] = clock.lap()
@@ -124,8 +127,6 @@ class Grpo:
         # while requests wait for the learner the engine is idle too
         times["time/generate"] = min(self._rollouts.engine.busy_seconds - busy, seconds)
         times["time/engine_idle"] = seconds - times["time/generate"]
-        tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
-        self._num_tokens += tokens
         return (
             values
             | times

@@ -55,7 +55,14 @@ class RunResult:
 
 
 class Algorithm(Protocol):
-    """What SFT, DPO and GRPO differ in."""
+    """What SFT, DPO and GRPO differ in.
+
+    Attributes:
+        learned: the last step of this process that has been learned, after which `state` is that step's, whatever goes wrong in the rest
+            of it (an engine that does not take the new weights); 0: none has.
+    """
+
+    learned: int
 
     @property
     def total_steps(self) -> int: ...
@@ -94,7 +101,8 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
         session.progress.update(step, values)
 
     def evaluate(step: int) -> None:
-        result = algorithm.evaluate(step)
+        with _rescued(session, algorithm, step):
+            result = algorithm.evaluate(step)
         if result:
             evaluation.update(result)
             log(step, result)
@@ -107,18 +115,20 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
                 evaluate(0)
             window = _Window()
             for step in range(done + 1, total + 1):
-                with _rescued(session, algorithm, step):
+                with _rescued(session, algorithm, step - 1):
                     values = algorithm.step(step)
                 window.add(values)
                 if step % config.logging_steps == 0 or step == total:
                     log(step, {**session.updater.metrics.take(), **window.values()})
                     window = _Window()
-                saved = save_at_all and (step % config.save_steps == 0 or step == total)
+                saved = (save_at_all and (step % config.save_steps == 0 or step == total)) or (stop.is_set() and step != total)
+                if saved:  # before the evaluation, which takes long and may be the end of the engine
+                    _save(session, algorithm, step)
                 if config.eval is not None and config.eval.steps and step % config.eval.steps == 0 and step != total:
                     evaluate(step)
-                if saved or (stop.is_set() and step != total):
-                    _save(session, algorithm, step)
                 if stop.is_set() and step != total:
+                    if not saved:
+                        _save(session, algorithm, step)
                     raise Interrupted(
                         f"stopped after step {step} of {total}; checkpoint saved in {session.store.newest()}; go on with --set resume=auto"
                     )
@@ -134,13 +144,13 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
 
 
 @contextmanager
-def _rescued(session: Session, algorithm: Algorithm, step: int) -> Iterator[None]:
-    """A run whose engine is lost for good stops with a checkpoint of what has been learned."""
-    updates = session.learner.update_count
+def _rescued(session: Session, algorithm: Algorithm, done: int) -> Iterator[None]:
+    """A run whose engine is lost for good stops with a checkpoint of what has been learned: `done` steps, or more if meanwhile another one
+    was learned before the engine went."""
     try:
         yield
     except EngineFailed as error:
-        done = step if session.learner.update_count > updates else step - 1
+        done = max(done, algorithm.learned)
         if done == 0:
             raise EngineFailed(f"{error}\nthe run stops; nothing had been learned yet") from error
         if done not in session.store.steps():

@@ -47,7 +47,7 @@ class Sft:
         self._order = StepOrder(len(self._rows), per_step, config.seed)
         self._objective = make_objective(config.loss, command="sft")
         self._schedule = Schedule.from_config(config, self.total_steps)
-        self._num_tokens = 0
+        self._num_tokens = self.learned = 0
 
     @property
     def total_steps(self) -> int:
@@ -66,6 +66,7 @@ class Sft:
         check_first_gradient(step, result, self._config)
         tokens = sum(batch.num_tokens for batch in batches)
         self._num_tokens += tokens
+        self.learned = step
         seconds = clock.lap()
         return {
             "loss": result.loss,
