@@ -319,8 +319,9 @@ class RolloutStream:
             "rollouts/staleness_mean": float(lags.mean()) if lags.size else 0.0,
             "rollouts/staleness_max": float(lags.max(initial=0)),
         }
-        if settings.max_staleness:
+        if settings.max_staleness or self._stale:
             metrics["rollouts/dropped_stale"] = float(self._stale)
+        if settings.max_staleness:
             metrics["rollouts/carried_over"] = float(len(self._queue))
         elif settings.oversample:
             metrics["rollouts/cut_stragglers"] = float(cut)
