@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from surogate_rl import _core
 from surogate_rl.data.packing import PackSequence, pack
 from surogate_rl.learner import Learner
 from surogate_rl.models.load import describe
+from surogate_rl.rollouts.engines.stop_strings import StopStrings
+from surogate_rl.rollouts.engines.vllm import engine as vllm_engine
 from surogate_rl.rollouts.engines.vllm.engine import VllmEngine
 from surogate_rl.rollouts.engines.vllm.factory import cpu_environment
 from surogate_rl.rollouts.engines.vllm.options import VllmOptions
@@ -111,7 +114,7 @@ def make_options(python: str, log: Path, config: dict[str, Any] = LLAMA, **chang
         log=log,
         python=python,
         environments=(cpu_environment(eager=True),),
-        startup_timeout=240,
+        startup_timeout=600,
         heartbeat=0.5,
         timeout=120,
         probe_tolerance=0.01,
@@ -126,6 +129,19 @@ class Bytes:
         return bytes(token_ids).decode("utf-8", "replace")
 
 
+class Counting(StopStrings):
+    """Knows how many tokens it was shown."""
+
+    tokens = 0
+
+    def feed(self, token: int) -> bool:
+        self.tokens += 1
+        return super().feed(token)
+
+
+NEVER = ("\N{SNOWMAN}\N{COMET}\N{UMBRELLA}",)  # a stop string that random bytes do not spell
+
+
 class Bench:
     """One engine with its learner, and calls that wait."""
 
@@ -138,7 +154,7 @@ class Bench:
         self.version = 0
         self.run(self.engine.begin())
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float = 240) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 600) -> T:
         return self.loop.run(asyncio.wait_for(work, timeout))
 
     def sample(self, prompts: Sequence[Sequence[int]], **params: Any) -> list[Completion]:
@@ -152,6 +168,25 @@ class Bench:
             return await asyncio.gather(*(self.engine.generate(request) for request in requests))
 
         return self.run(all_of_them())
+
+    async def under_way(self, count: int, max_tokens: int) -> list[asyncio.Task[Completion]]:
+        """Requests that have some ten tokens each and far more to come, however fast or slow the machine is: their stop string makes the
+        tokens arrive one by one."""
+        seen: list[Counting] = []
+
+        def counted(*arguments: Any) -> Counting:
+            seen.append(Counting(*arguments))
+            return seen[-1]
+
+        with mock.patch.object(vllm_engine, "StopStrings", counted):
+            tasks = [
+                asyncio.ensure_future(self.engine.generate(GenerateRequest([number], SamplingParams(max_tokens, seed=number, stop=NEVER))))
+                for number in range(count)
+            ]
+            while sum(each.tokens >= 10 for each in seen) < count:
+                await asyncio.sleep(0.002)
+                assert not [task.result() for task in tasks if task.done()]
+        return tasks
 
     def sync(self) -> dict[str, float]:
         self.version += 1
@@ -218,13 +253,23 @@ def server(benches: Callable[[str], Bench]) -> Bench:
     return benches("server")
 
 
+@pytest.fixture(scope="session")
+def open_bench(loop: EventLoop, vllm_python: str) -> Callable[..., Bench]:
+    """Makes one more engine for the float32 Llama, which the caller closes: its log, and keyword arguments that change its options."""
+
+    def make(log: Path, **changes: Any) -> Bench:
+        return Bench(loop, LLAMA, make_options(vllm_python, log, **changes))
+
+    return make
+
+
 @pytest.fixture
-def make_bench(loop: EventLoop, vllm_python: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def make_bench(open_bench: Callable[..., Bench], tmp_path: Path) -> Iterator[Callable[..., Bench]]:
     """Makes one more engine for the float32 Llama; keyword arguments change its options."""
     made: list[Bench] = []
 
     def make(**changes: Any) -> Bench:
-        made.append(Bench(loop, LLAMA, make_options(vllm_python, tmp_path / "vllm.log", **changes)))
+        made.append(open_bench(tmp_path / "vllm.log", **changes))
         return made[-1]
 
     yield make

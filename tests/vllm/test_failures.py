@@ -18,41 +18,52 @@ import pytest
 from surogate_rl.rollouts.engines.vllm.errors import EngineFailed, EngineGone
 from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 HOST = Path(__file__).resolve().parents[2] / "rollouts" / "engines" / "vllm" / "host"
 
 
-def test_a_silent_engine_is_replaced_and_gets_its_requests_again(server: Any) -> None:
+@pytest.fixture(scope="module")
+def own(open_bench: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of float32, so that samples are the same whatever they are batched with. The last test that asks for it ends it."""
+    bench = open_bench(tmp_path_factory.mktemp("own") / "vllm.log", mode="server")
+    yield bench
+    bench.close()
+
+
+def test_a_silent_engine_is_replaced_and_gets_its_requests_again(own: Any) -> None:
     """It is stopped, not ended: nothing but the missing sign of life tells."""
-    bench = server
+    bench = own
     bench.randomise(51)
     bench.sync()
     prompts = [[number] for number in range(4)]
     expected = bench.sample(prompts, max_tokens=100)
     (replica,) = bench.engine.replicas
-    replica.options = replace(replica.options, timeout=3.0)
+    patient = replica.options
 
     async def body() -> tuple[list[Completion], float]:
         requests = [GenerateRequest(prompt, SamplingParams(100, seed=number)) for number, prompt in enumerate(prompts)]
+        replica.options = replace(patient, timeout=3.0)
+        replica._heart.cancel()  # a sign of life that is waited for already has the timeout of before
+        replica._heart = asyncio.create_task(replica._beat(replica._connection))
         os.killpg(replica.pid, signal.SIGSTOP)
         start = time.monotonic()
         tasks = [asyncio.ensure_future(bench.engine.generate(request)) for request in requests]
         while replica.restarts == 0:
             await asyncio.sleep(0.05)
         noticed = time.monotonic() - start
-        replica.options = replace(replica.options, timeout=120.0)
+        replica.options = patient
         return await asyncio.gather(*tasks), noticed
 
     completions, noticed = bench.run(body())
-    assert noticed < 3.0 + 0.5 + 2.0, "timeout, heartbeat and some patience"
+    assert 3.0 < noticed < 30.0, "timeout, heartbeat and some patience"
     assert [c.tokens for c in completions] == [c.tokens for c in expected], "the same weights and seeds"
     assert {version for c in completions for version in c.versions} == {bench.version}
     bench.run(bench.engine.health())
 
 
-def test_an_engine_that_keeps_ending_stops_the_run_with_its_cause(make_bench: Callable[..., Any]) -> None:
-    bench = make_bench(mode="server")  # one of its own, since nothing can be asked of it afterwards
+def test_an_engine_that_keeps_ending_stops_the_run_with_its_cause(own: Any) -> None:
+    bench = own  # nothing can be asked of it afterwards
     bench.sample([[1]])
     (replica,) = bench.engine.replicas
     replica.restarts = replica.options.max_restarts
@@ -73,7 +84,7 @@ def own_server(vllm_python: str, tmp_path: Path) -> Iterator[tuple[subprocess.Po
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while "base_url: " not in (text := log.read_text()):
             assert process.poll() is None, text
             assert time.monotonic() < deadline, text

@@ -14,7 +14,7 @@ from surogate_rl.rollouts.engines.vllm.errors import SyncFailed
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 Damage = Callable[[Snapshot], None]
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -57,10 +57,8 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
     before: list[np.ndarray] = []
 
     async def body() -> list[Completion]:
-        requests = [GenerateRequest([number], SamplingParams(900, seed=number)) for number in range(4)]
-        tasks = [asyncio.ensure_future(bench.engine.generate(request)) for request in requests]
-        await asyncio.sleep(1.0)
-        bench.randomise(32)
+        bench.randomise(32)  # the engine has weights of its own
+        tasks = await bench.under_way(4, max_tokens=900)
         await bench.engine.update_weights(bench.learner, new)
         return await asyncio.gather(*tasks)
 
@@ -80,11 +78,10 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
 
 
 def test_pause_holds_requests_and_resume_lets_them_go_on(bench: Any) -> None:
-    (undisturbed,) = bench.sample([[5]], max_tokens=300)
+    (undisturbed,) = bench.sample([[0]], max_tokens=900)
 
     async def body() -> Completion:
-        task = asyncio.ensure_future(bench.engine.generate(GenerateRequest([5], SamplingParams(300, seed=0))))
-        await asyncio.sleep(0.3)
+        (task,) = await bench.under_way(1, max_tokens=900)
         await bench.engine.pause()
         held = asyncio.ensure_future(bench.engine.generate(GenerateRequest([6], SamplingParams(2))))
         await asyncio.sleep(1.5)

@@ -12,7 +12,7 @@ import pytest
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def decode(tokens: list[int]) -> str:
@@ -107,8 +107,7 @@ def test_a_cancelled_request_frees_its_place(bench: Any) -> None:
     """All sixteen places are taken by requests of 1,000 tokens; another one does not have to wait for them once they are cancelled."""
 
     async def seconds(cancel: bool) -> float:
-        tasks = [asyncio.ensure_future(bench.engine.generate(GenerateRequest([1], SamplingParams(1000, seed=n)))) for n in range(16)]
-        await asyncio.sleep(0.5)
+        tasks = await bench.under_way(16, max_tokens=1000)
         start = time.monotonic()
         if cancel:
             for task in tasks:

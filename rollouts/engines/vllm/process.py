@@ -19,7 +19,7 @@ from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
 
 _HOST = Path(__file__).parent / "host"
 _MODULE = "surogate_vllm.main"
-_ENDING = 0.2  # seconds between the end of a process's sockets and its own
+_ENDING = 2.0  # seconds that may pass between the end of a process's sockets and its own, on a busy machine
 _TAIL = 30  # lines of the log that an error quotes
 
 # What makes vLLM look into the network, or into the environment of the run
