@@ -168,7 +168,7 @@ def make(tokenizer: Any, *names: str, **args: Any) -> Environments:
 
 @pytest.fixture(scope="module")
 def tools(family: Family) -> Iterator[Environments]:
-    environments = make(family("qwen2_5"), timeout=1.0, max_result_length=120)
+    environments = make(family("qwen2_5"), timeout=3.0, max_result_length=120)
     yield environments
     environments.close()
 
@@ -207,7 +207,7 @@ def test_an_episode_with_tools(tools: Environments, family: Family, play: Callab
         (call("fails", text="no luck"), "Error: ValueError: no luck"),
         (call("leaves", code=3), "Error: SystemExit: 3"),
         (call("dies", code=3), "Error: dies failed: the worker process died (killed by SIGKILL, perhaps for lack of memory)"),
-        (call("hangs", seconds=60), "Error: hangs gave no result within 1 s"),
+        (call("hangs", seconds=60), "Error: hangs gave no result within 3 s"),
         (call("add", c=1), "Error: missing a required argument: 'a'"),
         (call("subtract", a=1), "Error: there is no tool 'subtract'; the tools are add, greet, later, fails, leaves, dies, hangs, long"),
         ("<tool_call>\n{add}\n</tool_call>", "Error: the call is no valid JSON: {add}"),
