@@ -24,7 +24,9 @@ import surogate_rl
 from surogate_rl.config import parse_config
 from surogate_rl.learner import Learner
 from surogate_rl.rollouts.engines.native import NativeEngine
+from surogate_rl.rollouts.stream import Batch, RolloutStream
 from surogate_rl.trainers.plan import stream_lines
+from surogate_rl.trainers.sampling import Rollouts
 
 Make = Callable[..., dict[str, Any]]
 
@@ -65,7 +67,19 @@ def sparse(base: Make, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss", [{}, {"num_iterations": 2, "num_minibatches": 2}, {"loss_type": "rloo", "beta": 0.1}])
-def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(base: Make, tmp_path: Path, loss: dict[str, Any]) -> None:
+def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(
+    base: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any]
+) -> None:
+    batch = Rollouts.batch
+
+    def late(self: Rollouts, step: int) -> Batch:
+        """In every second step the engine has sampled all that it may before the learner begins to learn."""
+        found = batch(self, step)
+        while step % 2 and self._stream is not None and self._stream.under_way:
+            time.sleep(0.001)
+        return found
+
+    monkeypatch.setattr(Rollouts, "batch", late)
     result = surogate_rl.grpo(base("grpo", max_steps=12, rollouts=rollouts(max_staleness=1, oversample=2), loss=loss))
     first, *rest = result.history
     assert first["rollouts/staleness_max"] == 0
@@ -96,32 +110,66 @@ def test_stale_completions_are_weighed_by_proximal_over_behaviour(base: Make) ->
 
 
 class Trace:
-    """When the engine decodes and when the learner does what: (what, begin, end), in seconds."""
+    """When the engine decodes and when the learner does what: (what, begin, end), in seconds.
+
+    Neither can leave the other behind on any machine: while the learner learns, the engine takes two steps for each forward pass, one
+    before and one after that has begun, as long as it has something to do and is not paused.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spans: list[tuple[str, float, float]] = []
+        self.stream: RolloutStream | None = None
+        self.engine: NativeEngine | None = None
+        self.learning = False
+        self.steps = self.most = 0  # of the engine: taken, and that it may have taken
+        collect, weights_changed = RolloutStream.collect, Rollouts.weights_changed
+
+        async def begin(stream: RolloutStream, step: int) -> Batch:
+            batch = await collect(stream, step)
+            self.stream, self.learning, self.most = stream, True, self.steps
+            return batch
+
+        def end(rollouts: Rollouts, version: int) -> None:
+            self.learning = False
+            weights_changed(rollouts, version)
+
+        monkeypatch.setattr(RolloutStream, "collect", begin)
+        monkeypatch.setattr(Rollouts, "weights_changed", end)
         for cls, name, what in (
             (NativeEngine, "_step", "decode"),
             (Learner, "step", "update"),
-            (Learner, "forward", "pass"),
-            (Learner, "backward", "pass"),
+            (Learner, "forward", "forward"),
+            (Learner, "backward", "backward"),
         ):
             monkeypatch.setattr(cls, name, self._wrap(getattr(cls, name), what))
 
     def _wrap(self, method: Callable[..., Any], what: str) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if what == "decode":
+                self.engine = args[0]
+                while self.learning and self.steps >= self.most and not self._held:
+                    time.sleep(0.0002)
+            elif what == "forward":
+                assert self.stream is not None
+                next_step = self.steps + 1
+                self.most = next_step + 1
+                while self.steps < next_step and self.stream.under_way > 0 and not self._held:
+                    time.sleep(0.0002)
             begin = time.perf_counter()
             try:
-                if what == "decode":
-                    time.sleep(0.002)  # a larger model
                 return method(*args, **kwargs)
             finally:
                 self.spans.append((what, begin, time.perf_counter()))
+                self.steps += what == "decode"
 
         return wrapped
 
-    def of(self, what: str) -> list[tuple[float, float]]:
-        return [(begin, end) for kind, begin, end in self.spans if kind == what]
+    @property
+    def _held(self) -> bool:
+        return self.engine is not None and (self.engine._paused or self.engine._closed)
+
+    def of(self, *what: str) -> list[tuple[float, float]]:
+        return [(begin, end) for kind, begin, end in self.spans if kind in what]
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])
@@ -138,7 +186,7 @@ def test_nothing_is_decoded_while_an_update_writes_but_between_passes(
         loss={"num_minibatches": minibatches},
     )
     result = surogate_rl.grpo(config)
-    updates, decodes, passes = trace.of("update"), trace.of("decode"), trace.of("pass")
+    updates, decodes, passes = trace.of("update"), trace.of("decode"), trace.of("forward", "backward")
     assert len(updates) == 8 * minibatches
     overlapping = [(u, d) for u in updates for d in decodes if d[0] < u[1] and u[0] < d[1]]
     assert overlapping == []
@@ -269,28 +317,58 @@ def test_ahead_of_the_learner_a_stopped_run_goes_on_where_it_was(base: Make, tmp
 def test_interrupted_with_requests_under_way_nothing_hangs_or_is_left(base: Make, tmp_path: Path, times: int) -> None:
     config = base("grpo", max_steps=100000, sequence_len=64, rollouts=rollouts(max_staleness=1, oversample=4, max_completion_length=50))
     script = textwrap.dedent(f"""
+        import itertools, time
         import surogate_rl
+        from surogate_rl.learner import Learner
+        from surogate_rl.rollouts.engines.native import NativeEngine
+        forward, decode, count, pause = Learner.forward, NativeEngine._step, itertools.count(1), 0.0
+        def hold(*arguments, **options):
+            global pause
+            if {times} == 2 and next(count) == 60:  # in the middle of a step, which only the second signal ends
+                pause = 0.3  # the engine is not done by then
+                print("HELD", flush=True)
+                time.sleep(600)
+            return forward(*arguments, **options)
+        def slow(engine):
+            time.sleep(pause)
+            decode(engine)
+        Learner.forward, NativeEngine._step = hold, slow
         try:
             surogate_rl.grpo({config!r})
         except KeyboardInterrupt as stop:
             print("STOPPED", stop, flush=True)
     """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") > 2):
-        time.sleep(0.05)
-    workers = psutil.Process(process.pid).children(recursive=True)
-    assert workers
-    for _ in range(times):
+    out, err, metrics = tmp_path / "out", tmp_path / "err", tmp_path / "run" / "metrics.jsonl"
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None, err.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=stdout, stderr=stderr)
+    try:
+        wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2)
+        if times == 2:
+            wait_for(lambda: "HELD" in out.read_text())
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers
         process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert "STOPPED" in out
+        if times == 2:
+            wait_for(lambda: "once more to stop at once" in err.read_text())
+            process.send_signal(signal.SIGINT)
+        process.wait(120)
+    finally:
+        process.kill()
+        process.wait()
+    assert "STOPPED" in out.read_text()
     if times == 1:
         assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     for noise in ("never retrieved", "was destroyed", "Exception ignored", "Traceback"):
-        assert noise not in err
-    psutil.wait_procs(workers, timeout=10)
+        assert noise not in err.read_text()
+    psutil.wait_procs(workers, timeout=30)
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
 
 

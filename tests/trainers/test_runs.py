@@ -85,11 +85,23 @@ def test_killed_at_any_moment_it_resumes_to_the_same_weights(base: Make, tmp_pat
     whole = surogate_rl.grpo(base("grpo", output_dir=str(tmp_path / "whole"), max_steps=60))
     config = base("grpo", output_dir=str(tmp_path / "killed"), max_steps=60, save_steps=1, resume="auto")
     script = f"import surogate_rl; surogate_rl.grpo({config!r})"
+    # the same with a brake: the run cannot end before a busy machine finds the time to kill it
+    braked = f"""
+import itertools, time
+from surogate_rl.learner import Learner
+step, count = Learner.step, itertools.count(1)
+def brake(*arguments, **options):
+    time.sleep(0.5 if next(count) > 20 else 0.0)
+    return step(*arguments, **options)
+Learner.step = brake
+{script}
+"""
+    steps = tmp_path / "killed" / "checkpoints"
     for kill in range(2):
-        process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        steps = tmp_path / "killed" / "checkpoints"
-        while time.monotonic() < deadline and len(list(steps.glob("step-*"))) < 1 + kill and process.poll() is None:
+        before = {path.name for path in steps.glob("step-*")}
+        process = subprocess.Popen([sys.executable, "-c", braked], start_new_session=True, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and {path.name for path in steps.glob("step-*")} <= before and process.poll() is None:
             time.sleep(0.02)
         time.sleep(0.05 * kill)
         assert process.poll() is None, "it ended before it could be killed"
