@@ -16,6 +16,7 @@ from surogate_rl.rollouts.environments.calls import EnvironmentCalls, Environmen
 from surogate_rl.rollouts.seeds import derive_seed
 from surogate_rl.rollouts.types import (
     Completion,
+    DepthCap,
     Engine,
     Environment,
     Episode,
@@ -93,12 +94,14 @@ class EpisodeRunner:
             raise EnvironmentFailure("environment: reset: the episode was over before it began")
         rewards: list[float | None] = []
         while True:
-            await self._turn(episode, conversation, sampling, limits)
+            midst = await self._turn(episode, conversation, sampling, limits)
             observation = _checked("step", await self._call("step", environment.step, episode, episode.completion))
             rewards.append(observation.reward)
             episode.turn_rewards.append(observation.reward or 0.0)
             left = None if limits.max_tokens is None else limits.max_tokens - episode.sampled_tokens
-            if observation.done and observation.truncated:
+            if midst:  # whatever the environment makes of half a turn
+                episode.cut = "tokens"
+            elif observation.done and observation.truncated:
                 if episode.finish_reason != "length":
                     episode.cut = "turns"
                 else:
@@ -111,9 +114,12 @@ class EpisodeRunner:
                 episode.cut = "tokens"
             else:
                 conversation.answer(observation.turn, observation.messages)
-                if len(conversation.context) < limits.sequence_len:
+                if len(conversation.context) >= limits.sequence_len:
+                    episode.cut = "length"
+                elif limits.cap is not None and _stops_at(limits.cap, episode):
+                    episode.cut = limits.cap.unit
+                else:
                     continue
-                episode.cut = "length"
                 break
             conversation.close(observation.turn, observation.messages)
             break
@@ -124,7 +130,8 @@ class EpisodeRunner:
         given = [reward for reward in (*rewards, episode.final_reward) if reward is not None]
         episode.environment_reward = math.fsum(given) if given else None
 
-    async def _turn(self, episode: Episode, conversation: Conversation, sampling: SamplingParams, limits: EpisodeLimits) -> None:
+    async def _turn(self, episode: Episode, conversation: Conversation, sampling: SamplingParams, limits: EpisodeLimits) -> bool:
+        """Returns whether a cap on tokens stopped it in its midst."""
         context = conversation.context
         room = min(limits.max_completion_length, limits.sequence_len - len(context))
         if limits.max_tokens is not None:
@@ -134,6 +141,9 @@ class EpisodeRunner:
             if len(conversation.messages) > len(episode.task.messages or [""]):
                 raise EnvironmentFailure(f"environment: reset: a prompt of {len(context)} tokens {problem}")
             raise ValueError(f"task {episode.task.index}: its prompt of {len(context)} tokens {problem}")
+        own, cap = room, limits.cap if limits.cap is not None and limits.cap.unit == "tokens" else None
+        if cap is not None and not cap.goes_on:
+            room = min(room, cap.depth - episode.sampled_tokens)
         params = replace(sampling, max_tokens=room, seed=derive_seed(episode.seed, episode.turns))
         completion = await self.engine.generate(GenerateRequest(context, params))
         said = self._said(completion, params)
@@ -142,6 +152,14 @@ class EpisodeRunner:
         episode.completion, episode.raw_completion = said.text, said.raw
         episode.finish_reason = completion.finish_reason
         episode.truncated = completion.finish_reason == "length"
+        if cap is None:
+            return False
+        # with and without going on the same: the turn was not over after the cap's last token
+        if cap.goes_on:
+            episode.reached_cap = episode.reached_cap or episode.sampled_tokens > cap.depth
+            return False
+        episode.reached_cap = room < own and completion.finish_reason == "length"
+        return episode.reached_cap
 
     def _said(self, completion: Completion, params: SamplingParams) -> Said:
         """Text is for people, rewards, environments and templates; what is trained are the ids."""
@@ -168,6 +186,13 @@ class EpisodeRunner:
             await self._call("close", environment.close)
         except EnvironmentFailure as error:
             logger.warning("task %d, sample %d: %s", episode.task.index, episode.sample, error)
+
+
+def _stops_at(cap: DepthCap, episode: Episode) -> bool:
+    """For an episode that would go on, the task's limits and the context allowing: whether the cap ends it. Asked only then, so that an
+    episode that ends by other means just where its cap is has not reached it, whether it was drawn to go on or not."""
+    episode.reached_cap = episode.reached_cap or episode.depth(cap.unit) >= cap.depth
+    return episode.reached_cap and not cap.goes_on
 
 
 def _checked(what: str, value: Any) -> Observation:

@@ -33,6 +33,11 @@ def budget_notes(config: GrpoConfig) -> Iterator[Problem]:
             "unbiased does not",
             (*_DEPTH, "credit"),
         )
+    if depth is not None and depth.max is not None and depth.max >= _horizon(config, depth)[0]:
+        horizon, unit = _horizon(config, depth)
+        yield Problem(
+            f"rollouts.budget.depth.max: {depth.max} has no effect, episodes have at most {horizon} {unit} anyway", (*_DEPTH, "max")
+        )
     if loss.scale_rewards != "none" and not (loss.scale_rewards is None and loss.loss_type == "rloo"):
         scale = loss.scale_rewards or ("batch" if loss.loss_type == "reinforce_plus_plus" else "group")
         yield Problem(
@@ -95,6 +100,23 @@ def _depth_problems(config: GrpoConfig, depth: DepthBudgetConfig) -> Iterator[Pr
             (*_DEPTH, "min"),
             ((*_DEPTH, "max"),),
         )
+    horizon, unit = _horizon(config, depth)
+    if depth.min is not None and depth.min >= horizon > 1:
+        yield Problem(
+            f"rollouts.budget.depth.min: episodes have at most {horizon} {unit} anyway, so that a cap of {depth.min} or more would never "
+            "cut one; lower it",
+            (*_DEPTH, "min"),
+        )
+
+
+def _horizon(config: GrpoConfig, depth: DepthBudgetConfig) -> tuple[int, str]:
+    """Depth of an episode without a budget, at the most (a model with a shorter context has less), and its unit."""
+    from surogate_rl.config.resolve import DEFAULT_MAX_TURNS  # which imports this module
+
+    turns = 1 if config.environment.name == "single_turn" else config.environment.max_turns or DEFAULT_MAX_TURNS
+    if depth.unit == "turns" or (depth.unit == "auto" and turns > 1):
+        return turns, "turns"
+    return min(config.rollouts.max_completion_length * turns, config.sequence_len), "tokens"
 
 
 def _width_problems(config: GrpoConfig, width: WidthBudgetConfig) -> Iterator[Problem]:

@@ -142,7 +142,9 @@ class DepthBudgetConfig(Section):
     )
     coverage: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9, description="share of eventual success that a cap must reach")
     min: PositiveInt | None = Field(default=None, description="the least cap; default: 1")
-    max: PositiveInt | None = Field(default=None, description="the greatest cap; default: no cap is a choice too")
+    max: PositiveInt | None = Field(
+        default=None, description="the greatest cap, once min_episodes were seen (before, nothing is capped); default: none is a choice too"
+    )
     explore: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = Field(
         default="auto", description="probability of going on past the cap; auto: chosen with the cap for least variance x cost"
     )

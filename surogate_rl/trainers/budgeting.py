@@ -7,6 +7,7 @@ from typing import cast
 from surogate_rl.config.schema import DepthBudgetConfig, GrpoConfig, WidthBudgetConfig
 from surogate_rl.objectives.advantages import resolve_scale_rewards
 from surogate_rl.rollouts.budget.controller import AdaptiveBudget, BudgetSettings, WidthSettings
+from surogate_rl.rollouts.budget.credit import Scale
 from surogate_rl.rollouts.budget.depth import DepthSettings
 from surogate_rl.rollouts.budget.grid import DepthUnit
 from surogate_rl.rollouts.types import EpisodeLimits
@@ -33,11 +34,17 @@ def make_budget(config: GrpoConfig, limits: EpisodeLimits) -> AdaptiveBudget | N
             width=width_settings(budget.width, config.rollouts.num_generations) if budget.width is not None else None,
             unit=depth_unit(budget.depth.unit, limits) if budget.depth is not None else "tokens",
             credit=budget.depth.credit if budget.depth is not None else "unbiased",
-            scale=resolve_scale_rewards(loss.loss_type, loss.scale_rewards),
+            scale=scale_of(loss.loss_type, loss.scale_rewards),
             baseline="batch" if loss.loss_type == "reinforce_plus_plus" else "group",
             leave_one_out=loss.loss_type == "rloo",
         )
     )
+
+
+def scale_of(loss_type: str, scale_rewards: str | None) -> Scale:
+    """As `group_advantages` has it: over a batch rloo divides by the deviation of its advantages, the others by that of rewards."""
+    scale = resolve_scale_rewards(loss_type, scale_rewards)
+    return "advantages" if loss_type == "rloo" and scale == "batch" else scale
 
 
 def depth_unit(unit: str, limits: EpisodeLimits) -> DepthUnit:

@@ -114,7 +114,6 @@ class Grpo:
             self._session.progress.note(f"step {step}: rewards were equal within all {len(batch.used)} groups sampled; nothing was learned")
         if self._budget is not None:
             self._budget.observe(batch.used)
-            values |= self._budget.metrics()
         values |= self._learn(step, list(sequences.values()))
         tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
         self._num_tokens += tokens
@@ -124,6 +123,8 @@ class Grpo:
         times["time/sync"] = clock.lap()
         values |= self._rollouts.engine_metrics()
         seconds = sum(times.values())
+        if self._budget is not None:
+            values |= self._budget.metrics(seconds)
         # while requests wait for the learner the engine is idle too
         times["time/generate"] = min(self._rollouts.engine.busy_seconds - busy, seconds)
         times["time/engine_idle"] = seconds - times["time/generate"]
@@ -155,11 +156,13 @@ class Grpo:
         for place, group in enumerate(groups):
             for sample, episode in enumerate(group.episodes):
                 episode.advantage = float(credit.advantages[place][sample])
+                if credit.weights is not None:
+                    episode.weight = float(credit.weights[place][sample])
                 for sequence in sequences.get((place, sample), []):
                     sequence.per_sequence["advantage"] = episode.advantage
                     if credit.weights is not None:
-                        sequence.per_sequence["weight"] = float(credit.weights[place][sample])
-        token_advantages(groups, sequences)
+                        sequence.per_sequence["weight"] = episode.weight
+        token_values(groups, sequences)
         return mean_metrics([credit.metrics])
 
     def _credit(self, groups: Sequence[Group], rewards: list[list[float | None]]) -> Credit:
@@ -294,15 +297,21 @@ def sequences_of(episode: Episode, first: int) -> list[PackSequence]:
     ]
 
 
-def token_advantages(groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> None:
-    """Hands the advantages that segments have by token to their sequences; if there are any, all sequences get them."""
-    units = [(groups[place].episodes[sample], unit) for (place, sample), unit in sequences.items()]
-    if all(segment.advantages is None for episode, _ in units for segment in episode.segments):
-        return
-    for episode, unit in units:
-        for segment, sequence in zip(episode.segments, unit, strict=True):
+def token_values(groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> None:
+    """Hands the advantages and the importance that segments have by token to their sequences; if there are any, all sequences get them."""
+    parts = [
+        (groups[place].episodes[sample], segment, sequence)
+        for (place, sample), unit in sequences.items()
+        for segment, sequence in zip(groups[place].episodes[sample].segments, unit, strict=True)
+    ]
+    if any(segment.advantages is not None for _, segment, _ in parts):
+        for episode, segment, sequence in parts:
             own = [episode.advantage] * len(segment.tokens) if segment.advantages is None else segment.advantages
             sequence.per_token["advantage"] = np.asarray(own, dtype=np.float32)
+    if any(segment.importance is not None for _, segment, _ in parts):
+        for _, segment, sequence in parts:
+            own = [1.0] * len(segment.tokens) if segment.importance is None else segment.importance
+            sequence.per_token["importance"] = np.asarray(own, dtype=np.float32)
 
 
 def spread(batch: PackedBatch, logp: FloatArray, name: str, by_id: Mapping[int, PackSequence]) -> None:
