@@ -9,8 +9,10 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_CONSTRAINTS := tests/vllm/constraints.txt
 PY_DIRS := surogate_rl/ rewards rollouts tests examples benchmarks docs
-CPP_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
-SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc rewards rollouts surogate_rl/ -type f \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.pyi' \))
+CPP_FILES = $(shell git ls-files csrc)
+# all that the installed package is made of
+SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find cmake csrc -type f) \
+	$(shell find rewards rollouts surogate_rl/ -type f \( -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \))
 # everything that pytest runs but what needs minutes of its own: `make test PYTEST_ARGS="-m slow"` runs that
 PYTEST_ARGS ?= -m "not slow and not gpu"
 
