@@ -1,16 +1,13 @@
-"""An engine that falls silent, cannot be kept alive, or is served elsewhere."""
+"""An engine that falls silent, or cannot be kept alive."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +16,6 @@ from surogate_rl.rollouts.engines.vllm.errors import EngineFailed, EngineGone
 from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-HOST = Path(__file__).resolve().parents[2] / "rollouts" / "engines" / "vllm" / "host"
 
 
 @pytest.fixture(scope="module")
@@ -72,45 +67,3 @@ def test_an_engine_that_keeps_ending_stops_the_run_with_its_cause(own: Any) -> N
         bench.sample([[1]])
     with pytest.raises((EngineFailed, EngineGone)):
         bench.run(bench.engine.health())
-
-
-@pytest.fixture
-def own_server(vllm_python: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """As `surogate-rl vllm-server` would run in the interpreter that has vLLM."""
-    environment = dict(os.environ) | {"PYTHONPATH": str(HOST), "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCHDYNAMO_DISABLE": "1"}
-    environment["SUROGATE_VLLM_TOKEN"] = "secret"
-    command = [vllm_python, "-m", "surogate_vllm.main", "--listen", "127.0.0.1:0"]
-    log = tmp_path / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 300
-        while "base_url: " not in (text := log.read_text()):
-            assert process.poll() is None, text
-            assert time.monotonic() < deadline, text
-            time.sleep(0.1)
-        yield process, text.split("base_url: ")[1].split()[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_a_server_of_the_users_serves_one_run_after_another(
-    make_bench: Callable[..., Any], own_server: tuple[subprocess.Popen[bytes], str], prompts: list[list[int]]
-) -> None:
-    """Weights travel over the connection; the engine outlives the first run, and the second gets its own weights."""
-    process, url = own_server
-    with pytest.raises(EngineFailed, match="wrong token"):
-        make_bench(base_urls=(url,)).sample([[1]])
-    for seed in (61, 62):
-        bench = make_bench(base_urls=(url,), token="secret")
-        bench.randomise(seed)
-        assert bench.gap(prompts, bench.sample(prompts)) < 1e-4
-        with pytest.raises(EngineFailed, match="serves another run"):
-            make_bench(base_urls=(url,), token="secret").sample([[1]])
-        bench.close()
-        assert process.poll() is None
-    other = make_bench(base_urls=(url,), token="secret", valid_vocab=0)
-    with pytest.raises(EngineFailed, match="already runs another model or other settings"):
-        other.sample([[1]])

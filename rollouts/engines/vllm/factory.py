@@ -135,7 +135,8 @@ def make_vllm_engine(
     Args:
         launched: its processes.
         sequences: that are under way together, at the most.
-        free: bytes that the engine's device has for it; None: unknown, or not the engine's business (other devices).
+        free: bytes that the engine's device has for it; None: unknown, or not the engine's business (other devices). Servers of the user's
+            are asked for the same engine whatever is free here.
 
     Raises:
         MemoryError, EngineFailed: it does not fit or cannot be started.
@@ -166,7 +167,7 @@ def vllm_options(
         vllm.dtype,
         sequences=sequences,
         context=context,
-        free=free if vllm.mode == "colocate" or not gpu else None,
+        free=free if vllm.base_url is None and (vllm.mode == "colocate" or not gpu) else None,
         gpu=gpu,
         cache_bytes=int(rollouts.kv_cache_gb * 2**30) if rollouts.kv_cache_gb is not None else None,
     )
@@ -175,7 +176,7 @@ def vllm_options(
         "max_num_seqs": sequences,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "enforce_eager": bool(vllm.enforce_eager),
-        "seed": config.seed % 2**31,
+        "seed": 0,  # each completion has its own; a server keeps its engine for a run with another one
     }
     memory_bytes = 0
     if vllm.gpu_memory_utilization is not None and gpu:
