@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from surogate_rl.config.errors import KeyPath, Problem
+from surogate_rl.config.loss import SEQUENCE_RATIO_LOSSES, is_user_objective
 from surogate_rl.config.schema import DepthBudgetConfig, GrpoConfig, WidthBudgetConfig
 
 _DEPTH: KeyPath = ("rollouts", "budget", "depth")
 _WIDTH: KeyPath = ("rollouts", "budget", "width")
 _LOSS: KeyPath = ("loss", "loss_type")
-_SEQUENCE_LOSSES = ("gspo", "rloo")
 
 
 def budget_problems(config: GrpoConfig) -> Iterator[Problem]:
@@ -58,14 +58,14 @@ def budget_notes(config: GrpoConfig) -> Iterator[Problem]:
 
 def _depth_problems(config: GrpoConfig, depth: DepthBudgetConfig) -> Iterator[Problem]:
     rollouts, loss = config.rollouts, config.loss
-    if loss.loss_type in _SEQUENCE_LOSSES:
+    if loss.loss_type in SEQUENCE_RATIO_LOSSES:
         yield Problem(
             f"rollouts.budget.depth: {loss.loss_type} has one advantage for a whole completion, and tokens before and after a cap need "
             "two; use loss_type: dr_grpo",
             _DEPTH,
             (_LOSS,),
         )
-    elif ":" in loss.loss_type:
+    elif is_user_objective(loss.loss_type):
         yield Problem(
             "rollouts.budget.depth: your own objective has one advantage for a whole completion, and tokens before and after a cap need "
             "two; use loss_type: dr_grpo",
@@ -147,7 +147,7 @@ def _width_problems(config: GrpoConfig, width: WidthBudgetConfig) -> Iterator[Pr
             _WIDTH,
             (_LOSS,),
         )
-    if ":" in config.loss.loss_type:
+    if is_user_objective(config.loss.loss_type):
         yield Problem(
             "rollouts.budget.width: your own objective may not weigh completions, as numbers that differ by prompt need; use dr_grpo",
             _WIDTH,

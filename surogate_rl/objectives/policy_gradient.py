@@ -46,14 +46,11 @@ import numpy as np
 import torch
 
 from surogate_rl.batch import PackedBatch, Totals
+from surogate_rl.config.loss import POLICY_LOSSES, SEQUENCE_RATIO_LOSSES
 from surogate_rl.objectives.base import Loss, TokenStats, Unit
 from surogate_rl.objectives.mismatch import Mismatch
 from surogate_rl.objectives.segments import Trained, exp_ratio, field_of, k3, sequence_weight, to_metrics
 
-POLICY_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "reinforce_plus_plus")
-CLIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_plus_plus")
-DUAL_CLIP_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus")
-SEQUENCE_RATIO_LOSSES = ("gspo", "rloo")
 CISPO_EPSILON_HIGH = 5.0
 
 Divisor = Literal["sequence_mean", "token_mean", "constant"]
