@@ -457,15 +457,18 @@ def resolve(config: Config) -> Config:
             }
         )
         if evaluation is not None:
+            # `eval.rewards` stays empty where none are named: then the training's own are used, those given from Python among them
             update["eval"] = evaluation.model_copy(
                 update={
-                    "rewards": evaluation.rewards or config.rewards,
+                    "stop": rollouts.stop if evaluation.stop is None else evaluation.stop,
                     "max_completion_length": evaluation.max_completion_length or rollouts.max_completion_length,
                 }
             )
-    elif evaluation is not None and evaluation.rewards and evaluation.max_completion_length is None:
+    elif evaluation is not None and evaluation.rewards:
         length = min(DEFAULT_EVAL_COMPLETION, max(1, config.sequence_len // 2))
-        update["eval"] = evaluation.model_copy(update={"max_completion_length": length})
+        update["eval"] = evaluation.model_copy(
+            update={"stop": evaluation.stop or [], "max_completion_length": evaluation.max_completion_length or length}
+        )
     return config.model_copy(update=update)
 
 

@@ -122,7 +122,7 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus sampling; for evaluation only")
     top_k: NonNegativeInt = Field(default=0, description="sample among the k likeliest, 0: all; for evaluation only")
     min_p: Fraction = Field(default=0.0, description="sample above this share of the likeliest's probability; for evaluation only")
-    stop: list[Text] = Field(default_factory=list, description="strings that end a completion")
+    stop: list[Text] | None = Field(default=None, description="strings that end a completion")
 
 
 class DynamicSamplingConfig(Section):
@@ -224,6 +224,7 @@ class RolloutsConfig(SamplingConfig):
         default="auto", description="what generates; native: in process, with the learner's weights, on the cpu; auto: vllm on a GPU"
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="engine: vllm")
+    stop: list[Text] = Field(default_factory=list, description="strings that end a completion")
     prompts_per_step: PositiveInt = Field(default=8, description="prompts in one step")
     num_generations: PositiveInt = Field(default=8, description="completions of each prompt: the group")
     max_prompt_length: PositiveInt | None = Field(
@@ -280,6 +281,7 @@ class EvalConfig(SamplingConfig):
     steps: NonNegativeInt = Field(default=0, description="every so many steps; 0: only before and after")
     at_start: bool = Field(default=True, description="evaluate before the first step too")
     temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
+    stop: list[Text] | None = Field(default=None, description="strings that end a completion; default: the rollouts'; sft and dpo: none")
     samples: PositiveInt = Field(default=1, description="completions per prompt: mean@k and pass@k; more than 1 needs temperature > 0")
     pass_threshold: float = Field(default=1.0, description="a reward from here on counts as passed")
     max_completion_length: PositiveInt | None = Field(

@@ -228,11 +228,7 @@ class Grpo:
             spread(batch, stats.logp, name, by_id)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        if self._evaluation is None:
-            return {}
-        values = self._evaluation(step)
-        self._rewards.report()  # what evaluation counted is not the next step's
-        return values
+        return self._evaluation(step) if self._evaluation is not None else {}
 
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
         arrays = self._reference.arrays() if self._reference is not None else {}

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from surogate_rl import _core
 from surogate_rl.config.schema import EnvironmentConfig, GrpoConfig, RolloutsConfig, SamplingConfig
 from surogate_rl.data import encode_prompt
-from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.engines.timed import TimedEngine
 from surogate_rl.rollouts.environments import Environments, make_environments
 from surogate_rl.rollouts.environments.calls import EnvironmentCalls
 from surogate_rl.rollouts.episode import EpisodeRunner
-from surogate_rl.rollouts.manager import Group, RolloutManager
+from surogate_rl.rollouts.manager import Group, RolloutManager, Scorer
 from surogate_rl.rollouts.plan import Budget
 from surogate_rl.rollouts.stream import Batch, RolloutStream, StreamSettings
 from surogate_rl.rollouts.types import Engine, EpisodeLimits, SamplingParams, Task
@@ -46,7 +45,7 @@ class Rollouts:
         self._stream: RolloutStream | None = None
         self._held = False
 
-    def manager(self, rewards: RewardRunner, max_completion_length: int, seed: int) -> RolloutManager:
+    def manager(self, rewards: Scorer, max_completion_length: int, seed: int) -> RolloutManager:
         loaded, config = self._session.loaded, self._session.config
         context = min(config.sequence_len, loaded.spec.max_positions)
         runner = EpisodeRunner(
@@ -69,7 +68,7 @@ class Rollouts:
             top_k=config.top_k,
             min_p=config.min_p,
             stop_ids=self._session.loaded.stop_ids,
-            stop=tuple(config.stop),
+            stop=tuple(config.stop or ()),
         )
 
     def stream(

@@ -386,6 +386,31 @@ def test_report_is_reset(load: Callable[..., RewardRunner]) -> None:
     assert runner.report().functions["f"].mean == 5.0
 
 
+def test_what_is_not_to_be_counted_is_scored_all_the_same(load: Callable[..., RewardRunner]) -> None:
+    """An evaluation calls the training's functions while completions of the training may be scored."""
+
+    def f(completion: str, log_metric: Any) -> float:
+        log_metric("seen", float(completion))
+        return float(completion)
+
+    def g(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+        log_extra("text", completions)
+        return [0.0] * len(completions)
+
+    runner = load(f, g)
+    training, held_out, failing = [episode("1"), episode("3", 1)], [episode("5", 2)], [episode("no number", 3)]
+
+    async def both() -> None:
+        await asyncio.gather(*(runner.score(some, counted=some is training) for some in (held_out, training, failing)))
+
+    asyncio.run(both())
+    assert [one.reward for one in [*training, *held_out, *failing]] == [1.0, 3.0, 5.0, None]
+    report = runner.report()
+    assert (report.functions["f"].calls, report.functions["f"].mean, report.episodes, report.unscored) == (2, 2.0, 2, 0)
+    assert report.metrics()["seen"] == 2.0
+    assert sorted(report.extras["text"]) == [(0, 0, "1"), (1, 0, "3")]
+
+
 def test_logging_of_functions_reaches_the_report(load: Callable[..., RewardRunner]) -> None:
     def f(completions: list[str], log_metric: Any, log_extra: Any, trainer_state: Any, **kwargs: Any) -> list[float]:
         log_metric("length", sum(map(len, completions)))
