@@ -15,13 +15,13 @@ from surogate_rl.config.schema import DatasetConfig, DpoConfig
 from surogate_rl.data import Example, Pair, load_pairs
 from surogate_rl.data.packing import PackSequence, pack
 from surogate_rl.errors import InputError
-from surogate_rl.objectives import make_objective, seeds, totals_of
+from surogate_rl.objectives import make_objective
 from surogate_rl.trainers.batches import StepOrder
 from surogate_rl.trainers.loop import Clock, fingerprint
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.sft import LOGP, require_same_rows
-from surogate_rl.trainers.supervised import HeldOut, check_first_gradient
+from surogate_rl.trainers.supervised import HeldOut, check_first_gradient, held_out_loss
 
 REFERENCE_FILE = "reference_logps.npz"
 
@@ -107,7 +107,7 @@ class Dpo:
 
 
 class HeldOutPairs:
-    """Loss of held-out pairs; their reference is scored when this is made, with the initial policy."""
+    """The objective of held-out pairs; their reference is scored when this is made, with the initial policy."""
 
     def __init__(self, session: Session, config: DpoConfig) -> None:
         assert config.eval is not None
@@ -118,13 +118,8 @@ class HeldOutPairs:
         reference = score_pairs(session, list(enumerate(pairs)), capacity) if self._objective.needs_reference else {}
         self._batches = pack([pair_unit(pair, i, reference.get(i)) for i, pair in enumerate(pairs)], capacity)
 
-    def __call__(self) -> float:
-        totals = totals_of(self._objective, self._batches)
-        loss = 0.0
-        for batch in self._batches:
-            stats = self._session.learner.score(batch)
-            loss += seeds(self._objective, stats.logp, stats.entropy, batch, totals).loss
-        return loss
+    def __call__(self) -> dict[str, float]:
+        return held_out_loss(self._session, self._objective, self._batches)
 
 
 def pair_unit(pair: Pair, number: int, reference: tuple[FloatArray, FloatArray] | None) -> list[PackSequence]:

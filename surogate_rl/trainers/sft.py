@@ -16,7 +16,7 @@ from surogate_rl.trainers.batches import StepOrder
 from surogate_rl.trainers.loop import Clock
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
-from surogate_rl.trainers.supervised import HeldOut, check_first_gradient, nll_of
+from surogate_rl.trainers.supervised import HeldOut, check_first_gradient, held_out_loss
 from surogate_rl.trainers.update import LogpSettings
 
 LOGP = LogpSettings(temperature=1.0, valid_vocab=0)
@@ -107,7 +107,7 @@ def require_same_rows(saved: int, present: int) -> None:
 
 
 class HeldOutExamples:
-    """Mean negative log-likelihood, in nats per trained token, of the evaluation data."""
+    """The objective of the evaluation data; of the built-in one the mean negative log-likelihood in nats per trained token."""
 
     def __init__(self, session: Session, config: SftConfig) -> None:
         assert config.eval is not None
@@ -121,7 +121,8 @@ class HeldOutExamples:
             completion_only_loss=config.completion_only_loss,
         )
         self._session = session
+        self._objective = make_objective(config.loss, command="sft")
         self._batches = pack([[sequence(example, i)] for i, example in enumerate(loaded.items)], micro_batch_tokens(config))
 
-    def __call__(self) -> float:
-        return nll_of(self._session, self._batches, LOGP)
+    def __call__(self) -> dict[str, float]:
+        return held_out_loss(self._session, self._objective, self._batches)
