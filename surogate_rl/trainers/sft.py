@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from surogate_rl.config.schema import SftConfig
@@ -42,7 +43,7 @@ class Sft:
         self.examples: Sequence[Example] = loaded.items
         # a row is what TRL counts as one: a pack of sequence_len tokens, or one example where packing is off
         lengths = [len(example.tokens) for example in self.examples]
-        self._rows = first_fit(lengths, config.sequence_len) if config.packing else [[i] for i in range(len(lengths))]
+        self._rows = packed_rows(lengths, config.sequence_len, config.seed) if config.packing else [[i] for i in range(len(lengths))]
         per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
         self._order = StepOrder(len(self._rows), per_step, config.seed)
         self._objective = make_objective(config.loss, command="sft")
@@ -96,6 +97,12 @@ class Sft:
 
 def sequence(example: Example, number: int) -> PackSequence:
     return PackSequence(tokens=example.tokens, mask=example.mask, id=number)
+
+
+def packed_rows(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
+    """Packs of example numbers, first-fit over a seeded order: in the file's own, the neighbours of a sorted one would share their packs."""
+    order = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))
+    return [[int(order[i]) for i in row] for row in first_fit([lengths[i] for i in order], capacity)]
 
 
 def require_same_rows(saved: int, present: int) -> None:
