@@ -115,6 +115,8 @@ class Grpo:
         if self._budget is not None:
             self._budget.observe(batch.used)
         values |= self._learn(step, list(sequences.values()))
+        if self._reference is not None:  # also of a step that trained nothing, which may be the one that synchronises
+            self._reference.after_step(step)
         tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
         self._num_tokens += tokens
         self.learned = step
@@ -207,8 +209,6 @@ class Grpo:
                 result = session.updater.update(batches, self._objective, lr)
                 if result.applied:
                     norms.append(result.grad_norm)
-        if self._reference is not None:
-            self._reference.after_step(step)
         return {"learning_rate": lr} | ({"grad_norm": float(np.mean(norms))} if norms else {})
 
     def _minibatches(self, step: int, iteration: int, sequences: Sequence[list[PackSequence]]) -> list[list[PackSequence]]:

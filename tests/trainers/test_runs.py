@@ -65,7 +65,9 @@ def test_a_run_is_reproducible_and_changes_the_model(base: Make, tmp_path: Path,
 @pytest.mark.parametrize("extra", [{}, {"lora": True}])
 def test_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: Path, command: str, extra: dict[str, Any]) -> None:
     if command == "grpo":
-        extra = extra | {"loss": {"beta": 0.05, "num_iterations": 2, "num_minibatches": 2}}
+        # the reference moves in step 3, before the checkpoint that is resumed from (with LoRA it cannot)
+        sync = {} if extra else {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": 0.5}
+        extra = extra | {"loss": {"beta": 0.05, "num_iterations": 2, "num_minibatches": 2, **sync}}
     whole = RUN[command](base(command, output_dir=str(tmp_path / "whole"), max_steps=6, **extra))
     broken = base(command, output_dir=str(tmp_path / "broken"), max_steps=6, save_steps=2, save_total_limit=None, **extra)
     RUN[command](broken)
@@ -272,42 +274,3 @@ def test_a_run_of_nothing_but_broken_steps_ends(base: Make) -> None:
     config = base("sft", learning_rate=1e30, max_steps=50, lr_scheduler_type="constant", max_grad_norm=0.0)
     with pytest.raises(TooManySkippedSteps, match="5 optimiser updates in a row had a loss or gradient that is not finite"):
         surogate_rl.sft(config)
-
-
-def test_evaluation_before_during_and_after(base: Make, data: Path) -> None:
-    held_out = {"datasets": [{"path": str(data / "heldout.jsonl"), "type": "prompt"}], "steps": 2, "temperature": 1.0, "samples": 3}
-    config = base("grpo", eval=held_out | {"pass_threshold": 0.3})
-    result = surogate_rl.grpo(config)
-    evaluated = [line for line in result.history if "eval_reward" in line]
-    assert [line["step"] for line in evaluated] == [0, 2, 4]
-    assert all(line["eval_num_prompts"] == 16 for line in evaluated)
-    assert all(0 <= line["eval_pass@3"] <= 1 for line in evaluated)
-    again = surogate_rl.grpo(config | {"eval": None, "output_dir": config["output_dir"] + "-without"})
-    assert same(weights(result.final_model), weights(again.final_model))  # evaluation does not disturb training
-
-
-def test_held_out_loss(base: Make, data: Path) -> None:
-    result = surogate_rl.sft(base("sft", eval={"datasets": [{"path": str(data / "demonstrations.jsonl")}], "steps": 2}))
-    losses = [line["eval_loss"] for line in result.history if "eval_loss" in line]
-    assert len(losses) == 3
-    assert losses[0] > losses[1] > losses[2]
-
-
-def test_full_fine_tuning_keeps_a_reference_and_can_move_it(base: Make) -> None:
-    still = surogate_rl.grpo(base("grpo", loss={"beta": 0.1}))
-    assert still.history[0]["kl"] == pytest.approx(0.0, abs=1e-6)
-    assert still.history[-1]["kl"] > 0
-    moving = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
-    synced = surogate_rl.grpo(base("grpo", loss=moving, output_dir=str(still.output_dir) + "-synced"))
-    assert all(line["kl"] == pytest.approx(0.0, abs=1e-6) for line in synced.history)
-
-
-def test_rloo_takes_the_kl_off_the_reward(base: Make) -> None:
-    result = surogate_rl.grpo(base("grpo", loss={"loss_type": "rloo", "beta": 0.1}))
-    assert result.history[-1]["kl"] != 0.0
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "reinforce_plus_plus"])
-def test_every_loss_learns(base: Make, loss_type: str) -> None:
-    result = surogate_rl.grpo(base("grpo", max_steps=2, loss={"loss_type": loss_type, "num_iterations": 2}))
-    assert all(line["grad_norm"] > 0 for line in result.history)
