@@ -107,8 +107,8 @@ def good_ones(raw: Sequence[Pair]) -> list[Pair]:
 def summary(raw: Sequence[Pair], pairs: int) -> dict[str, Any]:
     """Ratios are peer seconds / our seconds: above 1 we are faster.
 
-    The ratio is the median over the good pairs where there are `pairs` of them. On a host that never keeps still that long it is the lower of
-    two that need no quiet pair: the median over all pairs, and each side's fastest tenth (its tenth percentile) against the other's.
+    The ratio is the median over the good pairs where there are `pairs` of them. On a host that never keeps still that long it is the lower
+    of two that need no quiet pair: the median over all pairs, and each side's fastest tenth (its tenth percentile) against the other's.
     """
     good, ours, peer = good_ones(raw), [pair["ours_s"] for pair in raw], [pair["peer_s"] for pair in raw]
     ratios = np.array(peer) / np.array(ours)
@@ -117,7 +117,7 @@ def summary(raw: Sequence[Pair], pairs: int) -> dict[str, Any]:
     quiet = len(good) >= pairs
     if quiet:
         ours, peer = [pair["ours_s"] for pair in good], [pair["peer_s"] for pair in good]
-        ratio, rule = statistics.median(pair["peer_s"] / pair["ours_s"] for pair in good), "median of the good pairs"
+        ratio, rule = statistics.median(b / a for a, b in zip(ours, peer, strict=True)), "median of the good pairs"
     else:
         ratio, rule = min((float(np.median(ratios)), "median of all pairs"), (fastest[1] / fastest[0], "fastest tenths"))
     return {

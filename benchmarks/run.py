@@ -110,7 +110,8 @@ def run(bench: str, model: str, pairs: int, vllm_python: str | None) -> None:
     path = record(line)
     print(
         f"{bench:<16} ours {line['ours']:>8} tok/s  {PEERS[bench]} {line['peer']:>8} tok/s  ratio {line['ratio']:.2f} "
-        f"({result['rule']}; {result['good_pairs']} good of {len(result['pairs'])})  peak {result['ours_peak_gb']:.2f} against {result['peer_peak_gb']:.2f} GB  "
+        f"({result['rule']}; {result['good_pairs']} good of {len(result['pairs'])})  "
+        f"peak {result['ours_peak_gb']:.2f} against {result['peer_peak_gb']:.2f} GB  "
         f"{100 * line['share_of_floor']:.0f}% of the matrix products' rate  -> {path}",
         flush=True,
     )

@@ -1,10 +1,10 @@
 """How many completions each prompt of a step gets, under a fixed sum.
 
 The gradient of a step is the mean over prompts of each prompt's own estimate, whose variance is s^2 / n with s^2 the variance of its
-rewards, and whose cost is the sum over prompts of n x c with c the tokens of one of its completions. Variance times cost is least for n in
-proportion to s / sqrt(c) (Neyman's allocation with unequal costs; Cochran, "Sampling Techniques", section 5.5): prompts that still teach tend
-to be those that take long, and s alone would make a step dearer than it makes it better. s^2 and c are not known; what past visits say of
-them stands for them. Numbers are fixed before any of the visit's rewards, so that they bend nothing: a prompt's
+rewards, and whose cost is n x c with c the tokens of one of its completions. Variance times cost of the step is least for n in
+proportion to s / sqrt(c) (Neyman's allocation with unequal costs; Cochran, "Sampling Techniques", section 5.5): prompts that still
+teach tend to be those that take long, and s alone would make a step dearer than it makes it better. s^2 and c are not known; what past
+visits say of them stands for them. Numbers are fixed before any of the visit's rewards, so that they bend nothing: a prompt's
 leave-one-out estimate is unbiased whatever its number, and a weight of (mean n) / n makes every prompt count the same.
 
 (To look at some of the visit's rewards first and then decide who gets more is another matter: a prompt whose first rewards are all 0
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 
 def shares(variances: Sequence[float], floor: float, costs: Sequence[float] | None = None) -> NDArray[np.float64]:
-    """Shares of the step's completions, which add up to 1: `floor` of them is spread evenly, the rest in proportion to the roots of expected
-    variance / cost. All equal where no variance is expected at all.
+    """Shares of the step's completions, which add up to 1: `floor` of them is spread evenly, the rest in proportion to the roots of
+    expected variance / cost. All equal where no variance is expected at all.
 
     Args:
         costs: expected tokens of one completion of each prompt, above 0; None: the same for all.

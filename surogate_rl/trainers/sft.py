@@ -100,7 +100,7 @@ def sequence(example: Example, number: int) -> PackSequence:
 
 
 def packed_rows(lengths: Sequence[int], capacity: int, seed: int) -> list[list[int]]:
-    """Packs of example numbers, first-fit over a seeded order: in the file's own, the neighbours of a sorted one would share their packs."""
+    """Packs of example numbers, first-fit over a seeded order: in the file's own, neighbours of a sorted one would share packs."""
     order = np.random.default_rng([seed, 0, 1]).permutation(len(lengths))
     return [[int(order[i]) for i in row] for row in first_fit([lengths[i] for i in order], capacity)]
 
