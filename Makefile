@@ -41,7 +41,9 @@ $(VLLM_VENV)/.installed: $(VLLM_CONSTRAINTS) tests/vllm/requirements.py
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
-test: install $(VLLM_VENV)/.installed lint cpp-test
+# two at a time: fetching packages leaves a core free for the compiler
+test:
+	$(MAKE) --jobs=2 --output-sync=target $(VLLM_VENV)/.installed lint cpp-test
 	PYTHONSAFEPATH=1 SUROGATE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 # the core's own tests, under the address and undefined-behaviour sanitizers
