@@ -45,6 +45,7 @@ class EpisodeRunner:
         limits: of an episode for which nothing else is said.
         calls: runs the environments, each call with its deadline.
         inline: environments are the project's own and never block: they are called as they are.
+        vocab: rows of the model's embedding; None: not known.
     """
 
     engine: Engine
@@ -54,6 +55,7 @@ class EpisodeRunner:
     limits: EpisodeLimits
     calls: EnvironmentCalls = field(default_factory=lambda: EnvironmentCalls(DEFAULT_TIMEOUT))
     inline: bool = False
+    vocab: int | None = None
 
     @cached_property
     def dialect(self) -> Dialect:
@@ -141,6 +143,9 @@ class EpisodeRunner:
             if len(conversation.messages) > len(episode.task.messages or [""]):
                 raise EnvironmentFailure(f"environment: reset: a prompt of {len(context)} tokens {problem}")
             raise ValueError(f"task {episode.task.index}: its prompt of {len(context)} tokens {problem}")
+        if self.vocab is not None and max(context) >= self.vocab:  # tasks are checked before a run, so it is the environment's
+            token = self.tokenizer.convert_ids_to_tokens(max(context))
+            raise EnvironmentFailure(f"environment: its text has the token {token!r}, which the tokenizer knows and the model does not")
         own, cap = room, limits.cap if limits.cap is not None and limits.cap.unit == "tokens" else None
         if cap is not None and not cap.goes_on:
             room = min(room, cap.depth - episode.sampled_tokens)

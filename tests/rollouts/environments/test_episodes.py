@@ -215,6 +215,20 @@ def test_a_first_observation_that_leaves_no_room(family: Family, play: Play) -> 
     assert "leaves no room for a completion within sequence_len 64" in episode.error
 
 
+def test_a_text_with_a_token_that_the_model_does_not_have(family: Family, play: Play) -> None:
+    class Odd(Counting):
+        async def step(self, episode: Episode, action: str) -> Observation:
+            return Observation(told("<tool_call>"), done=episode.turns >= self.last)
+
+    tokenizer = family("qwen2_5")
+    number = tokenizer.convert_tokens_to_ids("<tool_call>")
+    assert number == len(tokenizer) - 2, "it is one of the last two"
+    episode, engine = play(tokenizer, Odd, ["one", "two", "three"], vocab=number)
+    assert episode.error == "environment: its text has the token '<tool_call>', which the tokenizer knows and the model does not"
+    assert len(engine.requests) == 1, "the engine is not given it"
+    assert play(tokenizer, Odd, ["one", "two", "three"], vocab=number + 1)[0].error is None
+
+
 def test_an_answer_that_the_template_refuses(family: Family, play: Play) -> None:
     odd = Odd("step", lambda: Observation([{"role": "system", "content": "be good"}]))
     episode, _ = play(family("mistral"), lambda: odd, ["yes"])
