@@ -234,8 +234,8 @@ class RolloutsConfig(SamplingConfig):
     max_sequences: PositiveInt = Field(default=64, description="sequences decoded together by an engine")
     kv_cache_gb: PositiveFloat | None = Field(
         default=None,
-        description="an engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the free memory (on a GPU: of "
-        "what the learner leaves)",
+        description="an engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the memory (on a GPU: what the "
+        "learner leaves), and less if the run would not fit otherwise",
     )
     max_staleness: NonNegativeInt = Field(
         default=0,
@@ -357,7 +357,9 @@ class TrainConfig(Section):
         default="auto", description="block: save memory by computing activations twice; auto: if it must"
     )
     memory_limit_gb: PositiveFloat | None = Field(
-        default=None, description="refuse to start above this many GB; default: the machine's memory"
+        default=None,
+        description="memory, in GiB, within which the whole run (learner, reference, engine) is planned, or refused; default: what the "
+        "machine, the container or the GPU has free",
     )
     max_skipped_steps: PositiveInt = Field(
         default=5, description="stop after so many steps in a row that are not finite, or (grpo) in which no completion could be scored"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 from surogate_rl.config.schema import DpoConfig, EnvironmentConfig, GrpoConfig, SftConfig
@@ -18,14 +18,18 @@ from surogate_rl.trainers.supervised import HeldOut
 
 
 def run_sft(config: SftConfig) -> RunResult:
-    with open_session("sft", config, sft.micro_batch_tokens(config), lambda loaded: sft.LOGP) as session:
+    with open_session("sft", config, sft.demands(config), lambda loaded: sft.LOGP) as session, ExitStack() as opened:
         held_out = HeldOut(session, lambda: sft.HeldOutExamples(session, config)) if config.eval is not None else None
+        if held_out is not None:
+            opened.callback(held_out.close)
         return train(session, sft.Sft(session, config, held_out))
 
 
 def run_dpo(config: DpoConfig) -> RunResult:
-    with open_session("dpo", config, dpo.micro_batch_tokens(config), lambda loaded: sft.LOGP) as session:
+    with open_session("dpo", config, dpo.demands(config), lambda loaded: sft.LOGP) as session, ExitStack() as opened:
         held_out = HeldOut(session, lambda: dpo.HeldOutPairs(session, config)) if config.eval is not None else None
+        if held_out is not None:
+            opened.callback(held_out.close)
         return train(session, dpo.Dpo(session, config, held_out))
 
 
@@ -37,13 +41,14 @@ def own_weight(environment: EnvironmentConfig) -> float | None:
 def run_grpo(config: GrpoConfig, rewards: Sequence[Callable[..., Any]] = ()) -> RunResult:
     """`rewards` are Python functions beside those that the config names."""
     check_output(config)
+    objective = grpo.objective_of(config)
     weight = own_weight(config.environment)
     with (
         closing(Launched(config)) as launched,
         closing(load_rewards([*config.rewards, *rewards], workers=config.rollouts.reward_workers, environment_weight=weight)) as runner,
         open_session(
-            "grpo", config, grpo.micro_batch_tokens(config), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab)
+            "grpo", config, grpo.demands(config, objective), lambda loaded: grpo.logp_settings(config, loaded.valid_vocab)
         ) as session,
     ):
         session.launched = launched
-        return train(session, grpo.Grpo(session, config, runner))
+        return train(session, grpo.Grpo(session, config, runner, objective))

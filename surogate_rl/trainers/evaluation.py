@@ -45,10 +45,19 @@ class RewardEvaluation:
         runner = self._owned or rewards
         if runner is None:
             raise InputError("eval.rewards: there is nothing to score completions with; name at least one reward")
+        try:
+            self._prepare(session, config, runner)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, session: Session, config: EvalConfig, runner: RewardRunner) -> None:
+        rollouts = self._rollouts
         loaded = load_tasks(
             config.datasets,
             session.loaded.tokenizer,
             max_prompt_length=min(session.config.sequence_len, session.loaded.spec.max_positions) - 1,
+            vocab=session.loaded.spec.vocab,
             seed=session.config.seed,
             prepare=rollouts.environments.prepare,
         )

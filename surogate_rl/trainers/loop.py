@@ -7,8 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_rl.checkpoint import CheckpointStore
+from surogate_rl.checkpoint import CheckpointStore, LazyArray, Saved, Under
 from surogate_rl.errors import InputError
 from surogate_rl.models import save_adapter, save_model
 from surogate_rl.report import write_report
@@ -75,7 +76,7 @@ class Algorithm(Protocol):
         ...
 
     def evaluate(self, step: int) -> dict[str, float]: ...
-    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]: ...
+    def state(self) -> tuple[Mapping[str, Saved], dict[str, Any]]: ...
     def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
         """Called after weights and optimiser state were loaded."""
         ...
@@ -84,6 +85,12 @@ class Algorithm(Protocol):
 
 
 def train(session: Session, algorithm: Algorithm) -> RunResult:
+    """Closes `algorithm`, however it ends."""
+    with closing(algorithm):
+        return _train(session, algorithm)
+
+
+def _train(session: Session, algorithm: Algorithm) -> RunResult:
     config = session.config
     algorithm.start()
     done = _resume(session, algorithm)
@@ -138,7 +145,6 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
     finally:
         session.progress.stop()
         tracker.close()
-        algorithm.close()
     _report(session)
     return RunResult(session.output_dir, max(total, done), final, logged, history, evaluation)
 
@@ -187,12 +193,14 @@ class _Window:
 
 def _save(session: Session, algorithm: Algorithm, step: int) -> None:
     arrays, state = algorithm.state()
+    learner = session.learner
+    of_learner: dict[str, Saved] = {
+        _LEARNER + name: LazyArray(shape, dtype, partial(learner.state_entry, name))
+        for name, (shape, dtype) in learner.state_layout().items()
+    }
     session.store.save(
         step,
-        {
-            **{_LEARNER + name: array for name, array in session.learner.state().items()},
-            **{_ALGORITHM + name: array for name, array in arrays.items()},
-        },
+        of_learner | {_ALGORITHM + name: array for name, array in arrays.items()},
         {
             "command": session.command,
             "algorithm": state,
@@ -214,15 +222,12 @@ def _resume(session: Session, algorithm: Algorithm) -> int:
     if checkpoint.state["command"] != session.command:
         raise InputError(f"resume: {path} is a checkpoint of '{checkpoint.state['command']}', this command is '{session.command}'")
     try:
-        session.learner.load_state({name.removeprefix(_LEARNER): a for name, a in checkpoint.arrays.items() if name.startswith(_LEARNER)})
+        session.learner.load_state(Under(checkpoint.arrays, _LEARNER))
     except ValueError as error:
         raise InputError(f"resume: {path} is of another model or other LoRA settings ({error})") from error
     session.updater.skipped = checkpoint.state["skipped"]
     session.updater.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
-    algorithm.restore(
-        {name.removeprefix(_ALGORITHM): a for name, a in checkpoint.arrays.items() if name.startswith(_ALGORITHM)},
-        checkpoint.state["algorithm"],
-    )
+    algorithm.restore(Under(checkpoint.arrays, _ALGORITHM), checkpoint.state["algorithm"])
     session.progress.note(f"resumed from {path}, {checkpoint.step} of {algorithm.total_steps} steps done")
     return checkpoint.step
 

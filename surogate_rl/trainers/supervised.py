@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from surogate_rl.batch import PackedBatch
 from surogate_rl.config.schema import TrainConfig
@@ -16,6 +17,11 @@ from surogate_rl.trainers.update import UpdateResult
 MAX_EVAL_SEQUENCES = 64
 
 
+def held_out_sequences(config: TrainConfig) -> int:
+    """Sampled together by the evaluation of SFT and DPO; 0 where it is by the loss."""
+    return MAX_EVAL_SEQUENCES if config.eval is not None and config.eval.rewards else 0
+
+
 class HeldOut:
     """Held-out loss, or rewards over sampled completions where `eval.rewards` names some."""
 
@@ -26,8 +32,11 @@ class HeldOut:
         self._rollouts: Rollouts | None = None
         self._rewards: RewardEvaluation | None = None
         if config.rewards:
-            self._rollouts = Rollouts(session, MAX_EVAL_SEQUENCES)
-            self._rewards = RewardEvaluation(session, config, self._rollouts)
+            with ExitStack() as undo:
+                self._rollouts = Rollouts(session)
+                undo.callback(self._rollouts.close)
+                self._rewards = RewardEvaluation(session, config, self._rollouts)
+                undo.pop_all()
         else:
             self._loss = make_loss()
 
