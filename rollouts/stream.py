@@ -21,7 +21,7 @@ Batches of k = 0 are a function of the run's seed, the step and the weights. Wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,7 @@ class RolloutStream:
         self._step = 0  # the last step that was served
         self._version = 0
         self._stale = 0  # groups dropped while the present step waits
+        self._stale_tokens = 0  # sampled in them
 
     async def collect(self, step: int) -> Batch:
         """The batch of step `step`, which trains the weights of version ``step - 1`` and makes version `step` of them. What may be under
@@ -139,7 +140,7 @@ class RolloutStream:
             RunError: all that the engine gives is older than the weights that it was given.
             Exception: what an engine, an environment's factory or a reward raised; everything under way is cancelled then.
         """
-        self._step, self._stale = step, 0
+        self._step, self._stale, self._stale_tokens = step, 0, 0
         while True:
             try:
                 self._drop_stale(step)
@@ -259,9 +260,14 @@ class RolloutStream:
             return None
         self._first = used[-1].number + 1
         del self._queue[: len(used)]
-        cut = self._cut() if settings.max_staleness == 0 else 0
+        metrics = self._metrics(step, taken, used)
+        if settings.max_staleness == 0:
+            if settings.oversample:
+                metrics["rollouts/unused_spares"] = float(len(self._queue))
+                metrics["rollouts/unused_spare_tokens"] = float(_tokens_of(self._queue))  # of those that had ended
+            self._cut()
         self._forget_plans()
-        return Batch(taken, used, self._first, self._metrics(step, taken, used, cut))
+        return Batch(taken, used, self._first, metrics)
 
     def _drop_stale(self, step: int) -> None:
         """Takes out what has ended and is older than the limit allows for `step`, and with it for all later ones."""
@@ -273,6 +279,7 @@ class RolloutStream:
 
         fresh = [slot for slot in self._queue if not too_old(slot)]
         self._stale += len(self._queue) - len(fresh)
+        self._stale_tokens += _tokens_of(slot for slot in self._queue if slot not in fresh)
         self._queue = fresh
         if self._stale > 2 * self._settings.waiting:
             raise RunError(
@@ -281,10 +288,9 @@ class RolloutStream:
                 "its weight updates do not arrive"
             )
 
-    def _cut(self) -> int:
-        """Nothing can be carried over: gives up what is left, and says how many groups that were. Rewards that are being computed are left
-        to end by themselves, because to cancel one costs a worker process."""
-        count = len(self._queue)
+    def _cut(self) -> None:
+        """Nothing can be carried over: gives up what is left. Rewards that are being computed are left to end by themselves, because to
+        cancel one costs a worker process."""
         for slot in self._queue:
             if slot.work.done():
                 continue
@@ -294,7 +300,6 @@ class RolloutStream:
             slot.work.add_done_callback(self._gone)
         self._queue.clear()
         self._next = self._first
-        return count
 
     def _gone(self, work: asyncio.Task[Group]) -> None:
         self._leaving.discard(work)
@@ -312,7 +317,7 @@ class RolloutStream:
             if slot.work.done() and not slot.work.cancelled() and (error := slot.work.exception()) is not None:
                 raise error
 
-    def _metrics(self, step: int, taken: Sequence[Group], used: Sequence[Group], cut: int) -> dict[str, float]:
+    def _metrics(self, step: int, taken: Sequence[Group], used: Sequence[Group]) -> dict[str, float]:
         settings = self._settings
         lags = step - 1 - np.concatenate([np.empty(0, np.int64), *(group.versions for group in taken)])
         metrics = {
@@ -321,15 +326,22 @@ class RolloutStream:
         }
         if settings.max_staleness or self._stale:
             metrics["rollouts/dropped_stale"] = float(self._stale)
+            metrics["rollouts/dropped_stale_tokens"] = float(self._stale_tokens)
         if settings.max_staleness:
             metrics["rollouts/carried_over"] = float(len(self._queue))
-        elif settings.oversample:
-            metrics["rollouts/cut_stragglers"] = float(cut)
         if settings.max_rounds is not None:
             rewards = [e.reward for group in used for e in group.episodes if e.reward is not None]
             metrics["dynamic_sampling/discarded_groups"] = float(len(used) - len(taken))
+            tokens = sum(group.sampled_tokens for group in used) - sum(group.sampled_tokens for group in taken)
+            metrics["dynamic_sampling/discarded_tokens"] = float(tokens)
             metrics["dynamic_sampling/rounds"] = len(used) / settings.groups
             metrics["dynamic_sampling/missing_groups"] = float(settings.groups - len(taken))
             if rewards:
                 metrics["dynamic_sampling/reward"] = sum(rewards) / len(rewards)
         return metrics
+
+
+def _tokens_of(slots: Iterable[_Slot]) -> int:
+    """Sampled in the groups that have ended: what is under way has not said yet how many it has."""
+    ended = [slot.work for slot in slots if slot.work.done() and not slot.work.cancelled() and slot.work.exception() is None]
+    return sum(work.result().sampled_tokens for work in ended)
