@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from surogate_rl.plain import plain_text
 from surogate_rl.rewards import worker
 from surogate_rl.rewards.call import TrainerState, batch_arguments, check_columns, single_arguments
 from surogate_rl.rewards.loader import RewardFunction, load_functions
@@ -208,7 +209,7 @@ class RewardRunner:
         if terms and not failures and not math.isfinite(total):
             failures.append(f"the weighted sum of the rewards is {total}")
         if failures:
-            episode.error = "; ".join(failures)
+            episode.error = plain_text("; ".join(failures))
         episode.reward = total if terms and not failures else None
         report.unscored += episode.reward is None
         report.nothing_applied += episode.reward is None and not failures

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from surogate_rl.errors import RunError
+from surogate_rl.plain import TooDeep, plain, plain_text
 from surogate_rl.rollouts.conversation import Conversation, Dialect, Said, TemplateRefuses
 from surogate_rl.rollouts.environments.calls import EnvironmentCalls, EnvironmentFailure
 from surogate_rl.rollouts.seeds import derive_seed
@@ -81,7 +82,7 @@ class EpisodeRunner:
             environment = await self._call("make", self.make_environment)
             await self._play(environment, episode, conversation, sampling, limits or self.limits)
         except (EnvironmentFailure, TemplateRefuses) as error:
-            episode.error = str(error) if isinstance(error, EnvironmentFailure) else f"environment: {error}"
+            episode.error = plain_text(str(error) if isinstance(error, EnvironmentFailure) else f"environment: {error}")
         finally:
             if environment is not None:
                 await self._close(environment, episode)
@@ -189,7 +190,7 @@ class EpisodeRunner:
         """A failure here comes after the episode, and takes nothing from it."""
         try:
             await self._call("close", environment.close)
-        except EnvironmentFailure as error:
+        except (EnvironmentFailure, RunError) as error:  # what cannot go on will say so at the next call
             logger.warning("task %d, sample %d: %s", episode.task.index, episode.sample, error)
 
 
@@ -207,7 +208,11 @@ def _checked(what: str, value: Any) -> Observation:
     for message in [*messages, *([value.turn] if value.turn is not None else [])]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise EnvironmentFailure(f"environment: {what}: a message is {message!r:.80}, expected a dict with role and content as text")
-    return replace(value, messages=messages, reward=_reward(what, value.reward))
+    try:
+        messages, turn = plain(messages), plain(value.turn)
+    except TooDeep as error:
+        raise EnvironmentFailure(f"environment: {what}: a message: {error}") from None
+    return replace(value, messages=messages, turn=turn, reward=_reward(what, value.reward))
 
 
 def _reward(what: str, value: Any) -> float | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from surogate_rl.plain import plain_text
 from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.types import Episode
 
@@ -96,7 +97,7 @@ class RolloutLog:
             "token_texts": [self._tokenizer.decode([token]) for token, _, _ in sampled],
             "logps": [logp for _, logp, _ in sampled],
             "reward": episode.reward,
-            "rewards": json.dumps(episode.rewards),
+            "rewards": _json(episode.rewards),
             "advantage": episode.advantage,
             "advantage_after_cap": episode.advantage_after_cap,
             "weight": episode.weight,
@@ -112,7 +113,12 @@ class RolloutLog:
             "went_on": episode.went_on,
             "explore": episode.explore,
             "value": episode.value,
-            "messages": json.dumps(episode.messages, ensure_ascii=False, default=str),
-            "info": json.dumps(episode.info),
-            "error": episode.error,
+            "messages": _json(episode.messages),
+            "info": _json(episode.info),
+            "error": plain_text(episode.error) if episode.error is not None else None,
         }
+
+
+def _json(value: Any) -> str:
+    """Of what users' code has made: what JSON does not know is shown as text, and what Arrow cannot hold is replaced."""
+    return plain_text(json.dumps(value, ensure_ascii=False, default=str))

@@ -38,7 +38,7 @@ class Rollouts:
             self.environments = environments or open_environments(EnvironmentConfig(max_turns=1), session.loaded.tokenizer)
             if environments is None:
                 undo.callback(self.environments.close)
-            self._calls = EnvironmentCalls(self.environments.timeout)
+            self._calls = EnvironmentCalls(self.environments.timeout, name=self.environments.name)
             undo.callback(self._calls.close)
             self.loop = EventLoop()
             undo.callback(self.loop.close)
@@ -95,8 +95,9 @@ class Rollouts:
         self.loop.run(self._change_weights(version))
 
     def engine_metrics(self) -> dict[str, float]:
-        """What the engine measured about itself since the last call (of updates, restarts...)."""
-        return self.engine.take_metrics()
+        """What the engine measured about itself since the last call (of updates, restarts...), and calls of environments that hang."""
+        values = self.engine.take_metrics()
+        return values if self.environments.inline else values | {"episodes/hung_calls": float(self._calls.hung)}
 
     def state(self) -> dict[str, Any]:
         """Of the stream, as JSON."""
@@ -148,7 +149,7 @@ class Rollouts:
 def open_environments(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environments:
     """What ``environment`` names. Raises EnvironmentConfigError where it cannot be used."""
     made = make_environments(config.name, config.args, tokenizer)
-    made.timeout, made.max_turns = config.timeout, config.max_turns
+    made.name, made.timeout, made.max_turns = config.name, config.timeout, config.max_turns
     return made
 
 

@@ -122,6 +122,33 @@ def test_an_environment_that_fails_or_hangs_loses_its_episode_and_not_the_run(ba
     assert all(row["reward"] is not None for row in rows if row["sample"] in (0, 3))
 
 
+def test_text_that_no_encoding_can_hold_ends_no_run_and_no_resumed_one(base: Make) -> None:
+    """In observations, in what the environment raises, and in what a reward raises."""
+
+    def broken(completion: str) -> float:
+        if "1" in completion:
+            raise ValueError("\ud83d")
+        return float(len(completion))
+
+    config = multi(base, environment={"args": {"odd": True, "fail_on": 1}}, max_steps=2, save_steps=1)
+    config["rewards"] = []
+    result = surogate_rl.grpo(config, rewards=[broken])
+    assert result.steps == 2
+    rows = [row for step in (1, 2) for row in rollouts(result, step)]
+    assert {row["error"] for row in rows if row["sample"] == 1} == {"environment: step: ValueError: the board broke\ufffd"}
+    assert any("\ufffd" in row["error"] for row in rows if row["sample"] != 1 and row["error"] is not None)
+    assert all("7=\ufffd" in row["messages"] for row in rows)
+    resumed = surogate_rl.grpo(config | {"max_steps": 3, "resume": "auto"}, rewards=[broken])
+    assert resumed.steps == 3
+
+
+def test_calls_that_hang_are_counted(base: Make) -> None:
+    """Two completions of each of four groups sleep longer than they may, on threads of their own."""
+    config = multi(base, environment={"name": f"{TURNS}:Sleeping", "timeout": 0.2}, max_steps=1)
+    (line,) = [line for line in surogate_rl.grpo(config).history if "loss" in line]
+    assert line["episodes/environment_errors"] == 8.0 == line["episodes/hung_calls"]
+
+
 def test_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: Path) -> None:
     import shutil
 

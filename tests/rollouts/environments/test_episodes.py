@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from surogate_rl.data import encode_prompt
+from surogate_rl.errors import RunError
+from surogate_rl.rollouts.environments import calls as calls_module
 from surogate_rl.rollouts.environments.calls import EnvironmentCalls, EnvironmentFailure
 from surogate_rl.rollouts.episode import EpisodeRunner
 from surogate_rl.rollouts.manager import RolloutManager
@@ -314,6 +317,154 @@ def test_a_place_that_is_waited_for_does_not_count_against_the_deadline() -> Non
         return await asyncio.gather(*(calls("step", lambda: time.sleep(0.5) or "done") for _ in range(4)))
 
     assert asyncio.run(main()) == ["done"] * 4
+
+
+class Hanging:
+    """A plain function that hangs until it is let go, and says when it began."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = 0
+
+    def __call__(self) -> str:
+        self.begun += 1
+        self.go.wait()
+        return "late"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_what_hangs_keeps_its_place_and_is_counted_until_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+    hanging = Hanging()
+
+    async def main() -> None:
+        calls = EnvironmentCalls(0.3, threads=2, most_hung=3, name="board.py:Board")
+        for count in (1, 2):
+            with pytest.raises(EnvironmentFailure, match=r"environment: step: no result after 0\.3 s"):
+                await calls("step", hanging)
+            assert calls.hung == count
+        # both places are taken: the next call waits for one, however long that takes, and then has all of its time
+        calls.timeout = 60.0
+        waiting = asyncio.create_task(calls("step", lambda: "done"))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        assert hanging.begun == 2
+        hanging.go.set()
+        assert await waiting == "done"
+        await until(lambda: calls.hung == 0)
+        # as many as may run at a time have places again, and threads are used again
+        assert await asyncio.gather(*(calls("step", lambda n=n: n) for n in range(50))) == list(range(50))
+        assert calls._threads._threads <= 2
+        calls.close()
+
+    asyncio.run(main())
+    told = [record.getMessage() for record in caplog.records]
+    assert [line for line in told if "gave no result" in line] == [
+        "environment board.py:Board: step gave no result within 0.3 s and still runs; its thread cannot be ended (1 of at most 3)",
+        "environment board.py:Board: step gave no result within 0.3 s and still runs; its thread cannot be ended (2 of at most 3)",
+    ]
+
+
+def test_too_much_that_hangs_ends_the_run_and_names_the_environment(family: Family, play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    hanging = Hanging()
+
+    class Board(Counting):
+        def step(self, episode: Episode, action: str) -> Observation:  # type: ignore[override]
+            hanging()
+            return Observation(done=True)
+
+    class Calls(EnvironmentCalls):
+        """Only a step that hangs comes to its deadline, however slow the machine is."""
+
+        async def __call__(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+            self.timeout = 0.3 if what == "step" and not hanging.go.is_set() else 60.0
+            return await super().__call__(what, function, *args)
+
+    tokenizer = family("qwen2_5")
+
+    async def main() -> None:
+        calls = Calls(0.3, threads=12, name="board.py:Board")
+        runner = EpisodeRunner(
+            engine=Slow(tokenizer),  # type: ignore[arg-type]
+            make_environment=Board,  # type: ignore[arg-type]
+            tokenizer=tokenizer,
+            encode=lambda task: encode_prompt(task, tokenizer),
+            limits=EpisodeLimits(16, 4096),
+            calls=calls,
+        )
+        task = Task(0, told("hi"), None, {})
+        params = SamplingParams(max_tokens=1, stop_ids=(tokenizer.eos_token_id,))
+
+        async def episode() -> str | None:
+            return (await runner.run(task, runner.encode(task), 0, 0, params)).error
+
+        # half of the places may hang
+        for _ in range(5):
+            assert await episode() == "environment: step: no result after 0.3 s"
+        for _ in range(2):  # and no call is made any more
+            with pytest.raises(
+                RunError, match=r"environment board\.py:Board: 6 calls hang, .* cannot be ended\. Give what the environment"
+            ):
+                await episode()
+        assert hanging.begun == 6
+        hanging.go.set()
+        await until(lambda: calls.hung == 0)
+        assert await episode() is None
+        calls.close()
+
+    asyncio.run(main())
+    assert caplog.text.count("and still runs; its thread cannot be ended") == 3
+    assert "(3 of at most 6); further ones are only counted (episodes/hung_calls)" in caplog.text
+
+
+def test_blocked_event_loops_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls_module, "ANSWERS_WITHIN", 0.1)
+    hanging = Hanging()
+
+    async def blocks() -> None:
+        hanging()
+
+    async def works() -> str:
+        return "works"
+
+    async def main() -> None:
+        calls = EnvironmentCalls(0.5, most_hung=2)
+        with pytest.raises(EnvironmentFailure):
+            await calls("step", blocks)
+        assert calls.hung == 1
+        with pytest.raises(RunError, match="environment: 2 calls hang"):
+            await calls("step", blocks)
+        hanging.go.set()
+        await until(lambda: calls.hung == 0)
+        calls.timeout = 60.0
+        assert await calls("step", works) == "works"
+        calls.close()
+
+    asyncio.run(main())
+
+
+def test_failures_that_futures_cannot_hold() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def stops() -> None:
+        raise StopIteration
+
+    def mute() -> None:
+        raise Mute
+
+    async def main() -> list[Any]:
+        calls = EnvironmentCalls(60.0)
+        return await asyncio.gather(calls("step", stops), calls("step", mute), return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(main())] == [
+        "environment: step: RuntimeError: StopIteration",
+        "environment: step: Mute",
+    ]
 
 
 def test_a_blocked_event_loop_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
