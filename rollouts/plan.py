@@ -15,7 +15,8 @@ A budget is asked, in this order:
 3. ``observe(groups)`` for all groups that the step used up, in their order: those it trains and those that dynamic sampling passed over.
 4. ``metrics(seconds)`` once for each step, at its end, and ``state()`` / ``restore(state)`` with checkpoints. The state is JSON.
 
-Groups that were begun and cut because the step closed without them never reach a budget: that they were cut says how long the others took.
+Groups that are dropped because they are too old (see `stream.py`) are told to ``forget(numbers)`` instead: they are not credited and not
+observed. Groups that a step passes over while they are under way come to a later step, once, like all others.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ class Budget(Protocol):
         ...
 
     def observe(self, groups: Sequence[Group]) -> None: ...
+    def forget(self, numbers: Sequence[int]) -> None:
+        """The groups of these numbers were planned and will not come."""
+        ...
+
     def metrics(self, seconds: float) -> dict[str, float]:
         """`seconds`: that the step took, evaluations and checkpoints left out."""
         ...

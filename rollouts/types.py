@@ -144,8 +144,8 @@ class EpisodeLimits:
     cap: DepthCap | None = None
 
 
-Cut = Literal["turns", "tokens", "length", "straggler"]
-"""Which limit ended an episode: turns, sampled tokens, the length of a turn or of the context, or the end of the step."""
+Cut = Literal["turns", "tokens", "length"]
+"""Which limit ended an episode: turns, sampled tokens, or the length of a turn or of the context."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from surogate_rl.errors import InputError
 from surogate_rl.rollouts.budget.credit import (
     CreditKind,
     Outcome,
@@ -181,13 +182,14 @@ class AdaptiveBudget:
                 )
                 for group in groups
                 for episode, plan in zip(group.episodes, self._plans_of(group), strict=True)
-                if episode.cut != "straggler"
             ]
             self._values |= self.depth.metrics(observed)
             self.depth.observe(observed)
-            # groups are used up in their order: what is older and was not used was dropped, and will not come any more
-            last = max((group.number for group in groups), default=-1)
-            self._plans = {number: plans for number, plans in self._plans.items() if number > last}
+            self.forget([group.number for group in groups])
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._plans.pop(number, None)
 
     def _observe_width(self, history: TaskHistory, groups: Sequence[Group]) -> None:
         posteriors = [history.posterior(group.task.index) for group in groups]
@@ -233,19 +235,23 @@ class AdaptiveBudget:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises:
-        ValueError: it is the state of other settings.
+        InputError: it is the state of other settings.
         """
         for name, part in (("depth", self.depth), ("width", self.history)):
             if (name in state) != (part is not None):
-                have, want = ("with", "without") if name in state else ("without", "with")
-                raise ValueError(
-                    f"rollouts.budget.{name}: the checkpoint is of a run {have} it, this run is one {want} it; keep it as it was"
-                )
+                raise InputError(other_budget(f"rollouts.budget.{name}", name in state))
         self._plans = {int(number): [DepthPlan(**plan) for plan in plans] for number, plans in state["plans"].items()}
         if self.depth is not None:
             self.depth.restore({name: np.array(values) for name, values in state["depth"].items()})
         if self.history is not None:
             self.history.restore({name: np.array(values) for name, values in state["width"].items()})
+
+
+def other_budget(key: str, had: bool) -> str:
+    """Why a checkpoint of a run that `had` the budget `key`, while this run has not (or the other way round), cannot be gone on from."""
+    have, want = ("with", "without") if had else ("without", "with")
+    do = "configure it as it was" if had else "remove it"
+    return f"resume: the checkpoint is of a run {have} {key}, this run is one {want} it; {do}, or start anew in another output_dir"
 
 
 def _reward_metrics(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, tuple[float, float]]:

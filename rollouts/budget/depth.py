@@ -139,8 +139,7 @@ class DepthBudget:
     # -- after a step
 
     def observe(self, episodes: Sequence[Observed]) -> None:
-        """Takes in a step's episodes and chooses anew for the next one. Those cut as stragglers are not to be given: who is late is not
-        independent of how deep an episode would have gone."""
+        """Takes in a step's episodes and chooses anew for the next one."""
         keep = float(np.exp(-1.0 / self.settings.memory))
         for law in self.laws:
             law.forget(keep)

@@ -207,6 +207,22 @@ def _stream_problems(config: GrpoConfig) -> Iterator[Problem]:
     """Groups that are sampled ahead, and groups that are passed over."""
     rollouts, loss, dynamic = config.rollouts, config.loss, config.rollouts.dynamic_sampling
     key: KeyPath = ("rollouts", "oversample")
+    if rollouts.stragglers == "carry_over" and (rollouts.max_staleness == 0 or rollouts.oversample == 0):
+        yield Problem(
+            f"rollouts.stragglers: carry_over leaves groups that are under way to the next step, whose weights are a version newer, and "
+            f"needs others in their place; set max_staleness (now {rollouts.max_staleness}) and oversample (now {rollouts.oversample}) to "
+            "1 or more, or stragglers: wait",
+            ("rollouts", "stragglers"),
+            (("rollouts", "max_staleness"), key),
+        )
+    elif rollouts.stragglers == "carry_over" and rollouts.max_staleness == 1 and rollouts.oversample >= rollouts.prompts_per_step:
+        yield Problem(
+            f"rollouts.stragglers: {rollouts.oversample} groups carried over would take all {rollouts.prompts_per_step} places of the next "
+            "step, and with max_staleness 1 it would have to wait for each of them; set oversample below prompts_per_step (about as many "
+            "groups of a step as are slow), or max_staleness to 2",
+            ("rollouts", "stragglers"),
+            (key, ("rollouts", "prompts_per_step"), ("rollouts", "max_staleness")),
+        )
     if rollouts.max_staleness > 0 and rollouts.oversample > rollouts.prompts_per_step:
         yield Problem(
             f"rollouts.oversample: with {rollouts.oversample} groups beyond a step's {rollouts.prompts_per_step} the last ones would be "

@@ -246,6 +246,11 @@ class RolloutsConfig(SamplingConfig):
         description="groups that are sampled beyond the step's while it waits for its last ones: carried over with max_staleness, "
         "else spares of dynamic_sampling",
     )
+    stragglers: Literal["wait", "carry_over"] = Field(
+        default="wait",
+        description="carry_over: a step closes once enough groups have ended and leaves up to oversample that are under way to the next; "
+        "needs max_staleness, one version of which is kept back for it",
+    )
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="passing over groups that teach nothing"
     )

@@ -21,7 +21,7 @@ from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.plan import Budget, Credit
 from surogate_rl.rollouts.types import Episode, Task
 from surogate_rl.trainers.batches import StepOrder
-from surogate_rl.trainers.budgeting import make_budget
+from surogate_rl.trainers.budgeting import make_budget, restore_budget
 from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.loop import Clock, seeded
 from surogate_rl.trainers.memory import Demands
@@ -272,11 +272,10 @@ class Grpo:
     def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
         # the position in the data is the rollouts', but the number of steps may be counted in epochs
         self._order.require_same(state["order"], "rollouts.prompts_per_step" if self._config.max_steps <= 0 else None)
+        restore_budget(self._budget, state.get("budget"))
         self._num_tokens = state["num_tokens"]
         if self._reference is not None:
             self._reference.restore(arrays)
-        if self._budget is not None:
-            self._budget.restore(state["budget"])
         self._rollouts.restore(state["rollouts"])
 
     def close(self) -> None:

@@ -89,10 +89,15 @@ def stream_lines(config: GrpoConfig) -> list[str]:
     rollouts, settings = config.rollouts, stream_settings(config.rollouts, 1)
     lines = []
     if rollouts.max_staleness > 0:
-        steps = "the next step" if rollouts.max_staleness == 1 else f"the next {rollouts.max_staleness} steps"
-        lines.append(
-            f"while it learns, {steps} may be sampled: at most {settings.learning} groups ({settings.waiting} while it waits for its own)"
-        )
+        ahead = settings.learning // settings.groups
+        steps = "the next step" if ahead == 1 else f"the next {ahead} steps"
+        if ahead:
+            begun = f"{steps} may be sampled: at most {settings.learning} groups ({settings.waiting} while it waits for its own)"
+        else:
+            begun = f"no group is begun; at most {settings.waiting} groups are under way while it waits for its own"
+        lines.append(f"while it learns, {begun}")
+        if settings.carry_over:
+            lines.append("groups under way when enough others have ended are left to the next step (stragglers)")
         lines.append(f"no token that it trains is more than {rollouts.max_staleness} version(s) old (max_staleness)")
     elif rollouts.oversample > 0:
         lines.append(f"with {rollouts.oversample} spare group(s) beside them")

@@ -190,4 +190,5 @@ def stream_settings(config: RolloutsConfig, total_steps: int) -> StreamSettings:
         max_staleness=config.max_staleness,
         oversample=config.oversample,
         max_rounds=dynamic.max_rounds if dynamic.enabled else None,
+        carry_over=config.stragglers == "carry_over",
     )

@@ -29,6 +29,9 @@ class Recorder:
     def observe(self, groups: Sequence[Group]) -> None:
         self.observed += [group.number for group in groups]
 
+    def forget(self, numbers: Sequence[int]) -> None:
+        raise AssertionError("nothing is too old here")
+
     def credit(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> Credit:
         raise AssertionError("the trainer's to ask")
 

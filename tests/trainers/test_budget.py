@@ -215,7 +215,28 @@ def test_a_checkpoint_of_another_horizon_is_refused(base: Make, tmp_path: Path) 
         surogate_rl.grpo(with_budget(config | {"max_steps": 4, "resume": "auto"}, {"depth": DEPTH}, max_completion_length=16))
 
 
-def test_a_checkpoint_of_another_budget_is_refused(base: Make, tmp_path: Path) -> None:
-    surogate_rl.grpo(with_budget(base("grpo", max_steps=2, save_steps=2), {"width": {"max": 8}}))
-    with pytest.raises(ValueError, match=r"rollouts\.budget"):
-        surogate_rl.grpo(with_budget(base("grpo", max_steps=4, save_steps=2, resume="auto"), {"depth": DEPTH, "width": {"max": 8}}))
+WIDTH = {"max": 8}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (None, {"depth": DEPTH}, "a run without rollouts.budget, this run is one with it; remove it, or start anew"),
+        (None, {"width": WIDTH}, "a run without rollouts.budget, this run is one with it; remove it"),
+        ({"depth": DEPTH}, None, "a run with rollouts.budget, this run is one without it; configure it as it was, or start anew"),
+        ({"width": WIDTH}, None, "a run with rollouts.budget, this run is one without it; configure it as it was"),
+        ({"width": WIDTH}, {"depth": DEPTH, "width": WIDTH}, "a run without rollouts.budget.depth, this run is one with it; remove it"),
+        ({"depth": DEPTH, "width": WIDTH}, {"width": WIDTH}, "a run with rollouts.budget.depth, this run is one without it; configure"),
+        ({"depth": DEPTH}, {"depth": DEPTH, "width": WIDTH}, "a run without rollouts.budget.width, this run is one with it; remove it"),
+        ({"depth": DEPTH, "width": WIDTH}, {"depth": DEPTH}, "a run with rollouts.budget.width, this run is one without it; configure"),
+    ],
+)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_checkpoint_of_another_budget_is_refused(
+    base: Make, before: dict[str, Any] | None, after: dict[str, Any] | None, message: str, staleness: int
+) -> None:
+    """What is under way was planned by the budget, and its state is what it has seen from the start."""
+    surogate_rl.grpo(with_budget(base("grpo", max_steps=1, save_steps=1), before, max_staleness=staleness))
+    with pytest.raises(InputError) as refused:
+        surogate_rl.grpo(with_budget(base("grpo", max_steps=2, save_steps=1, resume="auto"), after, max_staleness=staleness))
+    assert message in str(refused.value)

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 import surogate_rl
 from surogate_rl.config import parse_config
+from surogate_rl.errors import InputError
 from surogate_rl.learner import Learner
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.stream import Batch, RolloutStream
@@ -288,6 +289,71 @@ def test_a_dry_run_shows_the_schedule(base: Make) -> None:
         "with 2 spare group(s) beside them",
         "groups without signal are replaced, up to 12 groups sampled for a step (dynamic_sampling)",
     ]
+
+
+def test_a_dry_run_says_what_is_carried_over(base: Make) -> None:
+    def lines(**settings: Any) -> list[str]:
+        return stream_lines(parse_config(base("grpo", rollouts=rollouts(stragglers="carry_over", **settings)), "grpo"))
+
+    assert lines(max_staleness=1, oversample=2) == [
+        "while it learns, no group is begun; at most 6 groups are under way while it waits for its own",
+        "groups under way when enough others have ended are left to the next step (stragglers)",
+        "no token that it trains is more than 1 version(s) old (max_staleness)",
+    ]
+    assert lines(max_staleness=2, oversample=2)[0] == (
+        "while it learns, the next step may be sampled: at most 4 groups (10 while it waits for its own)"
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"oversample": 2, "dynamic_sampling": {"enabled": True}}, {"max_staleness": 1}])
+def test_carrying_over_needs_room(base: Make, settings: dict[str, Any]) -> None:
+    config = base("grpo", rollouts=rollouts(stragglers="carry_over", **settings))
+    with pytest.raises(InputError, match=r"rollouts\.stragglers: carry_over .* set max_staleness \(now \d\) and oversample"):
+        parse_config(config, "grpo")
+
+
+def test_carrying_over_takes_no_whole_step(base: Make) -> None:
+    def parse(**settings: Any) -> None:
+        parse_config(base("grpo", rollouts=rollouts(stragglers="carry_over", **settings)), "grpo")
+
+    with pytest.raises(InputError, match=r"4 groups carried over would take all 4 places of the next step"):
+        parse(max_staleness=1, oversample=4)
+    parse(max_staleness=1, oversample=3)
+    parse(max_staleness=2, oversample=4)
+
+
+# Stragglers -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("budget", [{}, {"width": {"max": 6}}, {"depth": {"min_episodes": 16, "max": 8, "explore": 0.5}}])
+def test_carried_over_every_prompt_is_trained_once_and_a_resumed_run_goes_on(
+    base: Make, tmp_path: Path, staleness: int, budget: dict[str, Any]
+) -> None:
+    settings = rollouts(max_staleness=staleness, oversample=3, stragglers="carry_over", max_completion_length=24, max_sequences=8)
+    loss = {"loss_type": "dr_grpo", "scale_rewards": "none"}
+    config = base(
+        "grpo", max_steps=8, save_steps=4, save_total_limit=None, sequence_len=64, rollouts=settings | {"budget": budget}, loss=loss
+    )
+    result = surogate_rl.grpo(config)
+    run = tmp_path / "run"
+    plain = surogate_rl.grpo(
+        base("grpo", max_steps=8, rollouts=rollouts(max_completion_length=1), loss=loss, output_dir=str(tmp_path / "plain"))
+    )
+
+    def tasks(directory: Path) -> list[int]:
+        return sorted(task for step in rows(directory) for task in {row["task"] for row in step})
+
+    # those of the first eight steps, each as often, and four in each step
+    assert tasks(run) == tasks(plain.output_dir)
+    assert all(len({row["task"] for row in step}) == 4 for step in rows(run))
+    assert all(line["rollouts/staleness_max"] <= staleness and line["rollouts/dropped_stale"] == 0 for line in result.history)
+    assert all(line["rollouts/passed_over"] <= line["rollouts/carried_over"] for line in result.history)
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    shutil.rmtree(run / "final")
+    resumed = surogate_rl.grpo(config | {"resume": "auto"})
+    assert resumed.steps == 8
+    assert tasks(run) == tasks(plain.output_dir)
 
 
 # Stopping -----------------------------------------------------------------------------------------------------------------------------

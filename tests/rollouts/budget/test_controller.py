@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from surogate_rl.errors import InputError
 from surogate_rl.objectives import group_advantages
 from surogate_rl.rollouts.budget.controller import AdaptiveBudget, BudgetSettings, WidthSettings
 from surogate_rl.rollouts.budget.credit import EpisodePlan as DepthPlan
@@ -232,7 +233,7 @@ def test_state_is_json_and_comes_back() -> None:
     budget.observe(groups)
     again.observe(groups)
     assert budget.plan(8, TASKS) == again.plan(8, TASKS)
-    with pytest.raises(ValueError, match=r"rollouts\.budget\.width: the checkpoint is of a run with it"):
+    with pytest.raises(InputError, match=r"the checkpoint is of a run with rollouts\.budget\.width"):
         AdaptiveBudget(settings(depth=DEPTH)).restore(budget.state())
 
 
@@ -241,4 +242,6 @@ def test_plans_of_groups_that_never_come_are_forgotten() -> None:
     budget.plan(5, TASKS)
     groups = play(budget, 6, rng)
     budget.observe(groups)
+    assert budget._plans.keys() == set(range(16, 20))  # block 5: a step may have passed over it
+    budget.forget(range(16, 20))
     assert budget._plans == {}
