@@ -101,8 +101,9 @@ class AdaptiveBudget:
         numbers = [settings.completions] * len(tasks)
         if self.history is not None and settings.width is not None:
             variances = [self.history.posterior(task.index).variance for task in tasks]
+            costs = [self.history.cost(task.index) for task in tasks]
             width = settings.width
-            numbers = allocate(variances, settings.completions * len(tasks), width.min, width.max, width.floor)
+            numbers = allocate(variances, settings.completions * len(tasks), width.min, width.max, width.floor, costs)
         if self.depth is None:
             return [GroupPlan.plain(number) for number in numbers]
         result = []
@@ -194,11 +195,12 @@ class AdaptiveBudget:
     def _observe_width(self, history: TaskHistory, groups: Sequence[Group]) -> None:
         posteriors = [history.posterior(group.task.index) for group in groups]
         numbers = [len(group.episodes) for group in groups]
+        costs = [history.cost(group.task.index) for group in groups]
         mean, strength, _ = history.population()
         self._values |= {
             "budget/width/min": float(min(numbers, default=0)),
             "budget/width/max": float(max(numbers, default=0)),
-            "budget/width/efficiency": efficiency([p.variance for p in posteriors], numbers) if numbers else 1.0,
+            "budget/width/efficiency": efficiency([p.variance for p in posteriors], numbers, costs) if numbers else 1.0,
             "budget/width/posterior_mean": float(np.mean([p.mean for p in posteriors])) if posteriors else mean,
             "budget/width/posterior_variance": float(np.mean([p.variance for p in posteriors])) if posteriors else 0.0,
             "budget/width/prior_mean": mean,
@@ -213,6 +215,7 @@ class AdaptiveBudget:
                     rewards.append(episode.reward)
                     weights.append(1.0 / plan.explore if episode.reached_cap else 1.0)
             history.add(group.task.index, rewards, weights)
+            history.add_cost(group.task.index, [sum(len(s.tokens) for s in episode.segments) for episode in group.episodes])
 
     def metrics(self, seconds: float) -> dict[str, float]:
         values = dict(self._values)
