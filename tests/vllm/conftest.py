@@ -33,7 +33,7 @@ from surogate_rl.trainers.event_loop import EventLoop
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-CONTEXT = 1024
+CONTEXT = 8192  # far more than an engine samples while a test is not looking
 VOCAB, VALID = 320, 256  # the model's vocabulary is padded beyond the tokenizer's
 
 LLAMA: dict[str, Any] = {
@@ -130,13 +130,35 @@ class Bytes:
 
 
 class Counting(StopStrings):
-    """Knows how many tokens it was shown."""
+    """Knows how many tokens it was shown, and finds its stop string when it is told to."""
 
     tokens = 0
+    found = False
 
     def feed(self, token: int) -> bool:
         self.tokens += 1
-        return super().feed(token)
+        return super().feed(token) or self.found
+
+
+class UnderWay:
+    """Requests that go on until they are told to finish, whatever the speed of the machine; their tokens arrive one by one."""
+
+    def __init__(self) -> None:
+        self.tasks: list[asyncio.Task[Completion]] = []
+        self.seen: list[Counting] = []
+
+    async def more(self, tokens: int) -> None:
+        """Waits until each has that many tokens more."""
+        wanted = [each.tokens + tokens for each in self.seen]
+        while len(self.seen) < len(self.tasks) or any(each.tokens < least for each, least in zip(self.seen, wanted, strict=True)):
+            await asyncio.sleep(0.002)
+            wanted += [tokens] * (len(self.seen) - len(wanted))
+            assert not [task.result() for task in self.tasks if task.done()]
+
+    async def finish(self) -> list[Completion]:
+        for each in self.seen:
+            each.found = True
+        return await asyncio.gather(*self.tasks)
 
 
 NEVER = ("\N{SNOWMAN}\N{COMET}\N{UMBRELLA}",)  # a stop string that random bytes do not spell
@@ -169,24 +191,21 @@ class Bench:
 
         return self.run(all_of_them())
 
-    async def under_way(self, count: int, max_tokens: int) -> list[asyncio.Task[Completion]]:
-        """Requests that have some ten tokens each and far more to come, however fast or slow the machine is: their stop string makes the
-        tokens arrive one by one."""
-        seen: list[Counting] = []
+    async def under_way(self, count: int) -> UnderWay:
+        """Requests that have ten tokens each and go on. Their prompts and seeds are 0, 1, ..."""
+        result = UnderWay()
 
         def counted(*arguments: Any) -> Counting:
-            seen.append(Counting(*arguments))
-            return seen[-1]
+            result.seen.append(Counting(*arguments))
+            return result.seen[-1]
 
+        most = CONTEXT - 1
         with mock.patch.object(vllm_engine, "StopStrings", counted):
-            tasks = [
-                asyncio.ensure_future(self.engine.generate(GenerateRequest([number], SamplingParams(max_tokens, seed=number, stop=NEVER))))
-                for number in range(count)
-            ]
-            while sum(each.tokens >= 10 for each in seen) < count:
-                await asyncio.sleep(0.002)
-                assert not [task.result() for task in tasks if task.done()]
-        return tasks
+            for number in range(count):
+                request = GenerateRequest([number], SamplingParams(most, seed=number, stop=NEVER))
+                result.tasks.append(asyncio.ensure_future(self.engine.generate(request)))
+            await result.more(10)
+        return result
 
     def sync(self) -> dict[str, float]:
         self.version += 1

@@ -78,6 +78,8 @@ class Connection:
         try:
             while True:
                 header, _ = await wire.receive(self._reader)
+                # bytes that are there already do not suspend the read: a backlog of tokens would keep everybody else waiting
+                await asyncio.sleep(0)
                 answer, event = self._waiting.get(header["id"], (None, None))
                 if answer is None or answer.done():
                     continue
