@@ -43,7 +43,7 @@ quickstart: install
 
 # two at a time: fetching packages leaves a core free for the compiler
 test:
-	$(MAKE) --jobs=2 --output-sync=target $(VLLM_VENV)/.installed lint cpp-test
+	$(MAKE) --jobs=2 --output-sync=line $(VLLM_VENV)/.installed lint cpp-test
 	PYTHONSAFEPATH=1 SUROGATE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 # the core's own tests, under the address and undefined-behaviour sanitizers
