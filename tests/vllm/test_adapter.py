@@ -27,7 +27,8 @@ from surogate_rl.rollouts.engines.vllm.weights import Adapter
 from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 from surogate_rl.trainers.event_loop import EventLoop
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+# two engines of their own, a minute: with `make test PYTEST_ARGS="-m slow"`
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONTEXT, VOCAB = 128, 320
 QWEN3: dict[str, Any] = {

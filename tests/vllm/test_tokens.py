@@ -103,17 +103,21 @@ def test_requests_that_cannot_be_served_are_refused(bench: Any) -> None:
 
 
 def test_a_cancelled_request_frees_its_place(bench: Any) -> None:
-    """All sixteen places are taken; another request waits for them, and does not have to once one of them is cancelled."""
+    """All sixteen places are taken by requests of 8,000 tokens; another one waits, and does not have to once one of them is cancelled."""
 
     async def body() -> Completion:
-        requests = await bench.under_way(16)
+        tasks = [asyncio.ensure_future(bench.engine.generate(GenerateRequest([1], SamplingParams(8000, seed=n)))) for n in range(16)]
         late = asyncio.ensure_future(bench.engine.generate(GenerateRequest([1], SamplingParams(2))))
-        await requests.more(100)
-        assert not late.done()
-        requests.tasks.pop().cancel()
-        completion = await late
-        assert not any(task.done() for task in requests.tasks)
-        await requests.finish()
-        return completion
+        try:
+            await asyncio.wait([late], timeout=1)
+            assert not late.done()
+            tasks.pop().cancel()
+            completion = await late
+            assert not any(task.done() for task in tasks)
+            return completion
+        finally:
+            for task in (*tasks, late):
+                task.cancel()
+            await asyncio.gather(*tasks, late, return_exceptions=True)
 
     assert len(bench.run(body()).tokens) == 2
