@@ -33,7 +33,7 @@ from surogate_rl.trainers.event_loop import EventLoop
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-CONTEXT = 8192  # far more than an engine samples while a test is not looking
+CONTEXT = 2048
 VOCAB, VALID = 320, 256  # the model's vocabulary is padded beyond the tokenizer's
 
 LLAMA: dict[str, Any] = {
