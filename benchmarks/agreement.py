@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from protocol import RESULTS, machine
+from protocol import RESULTS, machine, record
 from transformers import AutoModelForCausalLM
 
 from surogate_rl.data.packing import PackSequence, pack
@@ -52,8 +52,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "command": f"python benchmarks/agreement.py --model {Path(arguments.model).name}",
     }
-    with (RESULTS / f"{line['date']}-cpu.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    record(line)
     print(json.dumps(line))
 
 

@@ -144,10 +144,10 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
 
 
-def record(line: dict[str, Any]) -> Path:
-    """Appends a line to today's file of results."""
+def record(line: dict[str, Any], kind: str = "cpu") -> Path:
+    """Appends a line to today's file of results of that kind."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{date.today().isoformat()}-cpu.jsonl"
+    path = RESULTS / f"{date.today().isoformat()}-{kind}.jsonl"
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
     return path

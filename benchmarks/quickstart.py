@@ -6,9 +6,9 @@ python benchmarks/quickstart.py [--seeds 0-4] [--control-seeds 0-0]
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from protocol import RESULTS, machine
+from protocol import RESULTS, machine, record
 
 import surogate_rl
 from surogate_rl.config import load_config
@@ -24,6 +24,9 @@ from surogate_rl.config import load_config
 ROOT = RESULTS.parent.parent
 HERE = ROOT / "examples" / "quickstart"
 SHUFFLED = ROOT / "tests" / "quickstart" / "shuffled.py"
+sys.path.insert(0, str(HERE))
+
+import make_data  # noqa: E402
 
 
 class Quickstart:
@@ -31,12 +34,7 @@ class Quickstart:
 
     def __init__(self, work: Path, seed: int) -> None:
         self._work, self._seed = work, seed
-        spec = importlib.util.spec_from_file_location("make_data", HERE / "make_data.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.main(work / "data", seed)
+        make_data.main(work / "data", seed)
         self._start = self._run("sft", "sft", "demonstrations")
         self.imitated = self._start.evaluation["eval_reward"]
 
@@ -91,8 +89,7 @@ def main() -> None:
     today = date.today().isoformat()
     for line in lines(arguments.seeds, arguments.control_seeds):
         whole = line | {"machine": machine(), "date": today, "command": "python benchmarks/quickstart.py"}
-        with (RESULTS / f"{today}-quickstart.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(whole) + "\n")
+        record(whole, "quickstart")
         print(json.dumps(line), flush=True)
 
 

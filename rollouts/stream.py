@@ -84,7 +84,7 @@ class Batch:
     Attributes:
         groups: to be trained, in the order in which they started.
         used: the same and those that dynamic sampling passed over, in that order.
-    position: groups that the run has used up so far, these included: its place in the order of the data, but for those passed over.
+        position: groups that the run has used up so far, these included: its place in the order of the data, but for those passed over.
         metrics: of this step.
     """
 
@@ -214,7 +214,7 @@ class RolloutStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken; before the first `collect`. Plans of blocks of another size are made anew."""
         self._first = self._next = state["first"]
-        self._again = list(state.get("passed_over", []))
+        self._again = list(state["passed_over"])
         self._step, self._version = state["step"], state["version"]
         if self._budget is not None and state["groups"] == self._settings.groups:
             self._plans = {int(block): [GroupPlan.from_state(plan) for plan in plans] for block, plans in state["plans"].items()}

@@ -111,9 +111,7 @@ def _depth_problems(config: GrpoConfig, depth: DepthBudgetConfig) -> Iterator[Pr
 
 def _horizon(config: GrpoConfig, depth: DepthBudgetConfig) -> tuple[int, str]:
     """Depth of an episode without a budget, at the most (a model with a shorter context has less), and its unit."""
-    from surogate_rl.config.resolve import DEFAULT_MAX_TURNS  # which imports this module
-
-    turns = 1 if config.environment.name == "single_turn" else config.environment.max_turns or DEFAULT_MAX_TURNS
+    turns = config.environment.turns
     if depth.unit == "turns" or (depth.unit == "auto" and turns > 1):
         return turns, "turns"
     return min(config.rollouts.max_completion_length * turns, config.sequence_len), "tokens"

@@ -47,6 +47,7 @@ def loss_problems(loss: LossConfig) -> Iterator[Problem]:
     Raises:
         ValueError: the section belongs to no command.
     """
+    command: Command
     if isinstance(loss, PolicyLossConfig):
         command, check = "grpo", _policy_problems(loss)
     elif isinstance(loss, PreferenceLossConfig):
@@ -62,8 +63,8 @@ def loss_problems(loss: LossConfig) -> Iterator[Problem]:
         yield from check
 
 
-def _type_problem(loss_type: str, command: str) -> Problem | None:
-    known = next(losses for name, losses in LOSS_TYPES.items() if name == command)
+def _type_problem(loss_type: str, command: Command) -> Problem | None:
+    known = LOSS_TYPES[command]
     if loss_type in known or is_user_objective(loss_type):
         return None
     owner = next((other for other, losses in LOSS_TYPES.items() if loss_type in losses), None)

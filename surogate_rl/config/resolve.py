@@ -33,7 +33,6 @@ from surogate_rl.config.yaml_source import dump
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 DEFAULT_EVAL_COMPLETION = 256
-DEFAULT_MAX_TURNS = 10
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -463,7 +462,7 @@ def resolve(config: Config) -> Config:
     if isinstance(config, GrpoConfig):
         rollouts = config.rollouts
         room = config.sequence_len - rollouts.max_completion_length
-        turns = config.environment.max_turns or (1 if config.environment.name == "single_turn" else DEFAULT_MAX_TURNS)
+        turns = config.environment.turns
         update["environment"] = config.environment.model_copy(update={"max_turns": turns})
         update["rollouts"] = rollouts.model_copy(
             update={

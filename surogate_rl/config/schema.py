@@ -258,6 +258,9 @@ class RolloutsConfig(SamplingConfig):
     reward_workers: PositiveInt = Field(default=2, description="processes that run the rewards")
 
 
+DEFAULT_MAX_TURNS = 10
+
+
 class EnvironmentConfig(Section):
     """How an episode unfolds. ``environment: tools`` stands for ``{name: tools}``."""
 
@@ -276,6 +279,11 @@ class EnvironmentConfig(Section):
         default="none", description="reward_to_go: each turn is credited with what came after it, compared with the group's same turn"
     )
     turn_discount: Fraction = Field(default=1.0, description="reward_to_go: factor by which a reward counts less one turn earlier")
+
+    @property
+    def turns(self) -> int:
+        """`max_turns`, its default included."""
+        return self.max_turns or (1 if self.name == "single_turn" else DEFAULT_MAX_TURNS)
 
 
 class EvalConfig(SamplingConfig):

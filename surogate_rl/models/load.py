@@ -136,9 +136,12 @@ def _count(fields: SpecFields) -> int:
     return sum(math.prod(shape) for shape in weight_shapes(fields).values())
 
 
-def count_sampled_ids(path: str, *, tokenizer: str | None = None) -> int:
+def count_sampled_ids(path: str, vocab: int, *, tokenizer: str | None = None) -> int:
     """:attr:`LoadedModel.valid_vocab` of a model that :func:`inspect_model` accepts, without its weights; 0, which stands for the whole
     vocabulary, where the tokenizer of a GGUF file has not been unpacked yet.
+
+    Args:
+        vocab: rows of the model's embedding.
 
     Raises:
         ModelError: there is no usable tokenizer.
@@ -148,7 +151,7 @@ def count_sampled_ids(path: str, *, tokenizer: str | None = None) -> int:
         if made is None:
             return 0
         tokenizer = str(made)
-    return count_ids(load_tokenizer(tokenizer if tokenizer is not None else path), inspect_model(path).spec.vocab)
+    return count_ids(load_tokenizer(tokenizer if tokenizer is not None else path), vocab)
 
 
 def load_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 from surogate_rl.config.schema import DpoConfig, EnvironmentConfig, GrpoConfig, SftConfig
@@ -13,24 +13,29 @@ from surogate_rl.rollouts.environments import gives_rewards
 from surogate_rl.trainers import dpo, grpo, sft
 from surogate_rl.trainers.loop import RunResult, train
 from surogate_rl.trainers.output import check_output
-from surogate_rl.trainers.session import open_session
-from surogate_rl.trainers.supervised import HeldOut
+from surogate_rl.trainers.session import Session, open_session
+from surogate_rl.trainers.supervised import HeldOut, HeldOutLoss
 
 
 def run_sft(config: SftConfig) -> RunResult:
-    with open_session("sft", config, sft.demands(config), lambda loaded: sft.LOGP) as session, ExitStack() as opened:
-        held_out = HeldOut(session, lambda: sft.HeldOutExamples(session, config)) if config.eval is not None else None
-        if held_out is not None:
-            opened.callback(held_out.close)
+    with (
+        open_session("sft", config, sft.demands(config), lambda loaded: sft.LOGP) as session,
+        open_held_out(session, lambda: sft.HeldOutExamples(session, config)) as held_out,
+    ):
         return train(session, sft.Sft(session, config, held_out))
 
 
 def run_dpo(config: DpoConfig) -> RunResult:
-    with open_session("dpo", config, dpo.demands(config), lambda loaded: sft.LOGP) as session, ExitStack() as opened:
-        held_out = HeldOut(session, lambda: dpo.HeldOutPairs(session, config)) if config.eval is not None else None
-        if held_out is not None:
-            opened.callback(held_out.close)
+    with (
+        open_session("dpo", config, dpo.demands(config), lambda loaded: sft.LOGP) as session,
+        open_held_out(session, lambda: dpo.HeldOutPairs(session, config)) as held_out,
+    ):
         return train(session, dpo.Dpo(session, config, held_out))
+
+
+def open_held_out(session: Session, make_loss: Callable[[], HeldOutLoss]) -> AbstractContextManager[HeldOut | None]:
+    """What `eval` asks of sft and dpo; None if it asks for nothing."""
+    return closing(HeldOut(session, make_loss)) if session.config.eval is not None else nullcontext()
 
 
 def own_weight(environment: EnvironmentConfig) -> float | None:

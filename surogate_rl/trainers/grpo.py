@@ -68,7 +68,6 @@ class Grpo:
             self._opened = opened.pop_all()
 
     def _open(self, opened: ExitStack, session: Session, config: GrpoConfig, rewards: RewardRunner, objective: Objective) -> None:
-        opened.callback(rewards.close)
         self._session, self._config, self._rewards = session, config, rewards
         rollouts = config.rollouts
         context = min(config.sequence_len, session.loaded.spec.max_positions)

@@ -142,9 +142,9 @@ def plan_memory(config: TrainConfig, spec: ModelSpec, demands: Demands, *, param
     reference = reference_options(config, demands.max_tokens) if demands.reference and not config.lora else None
     beside = named("reference", Learner.plan(spec, **reference)) if reference is not None else []
     engines = _Engines(config, spec, demands.sequences, parameters, valid_vocab, room)
+    engine = engines.plan()
     for options in learner_choices(config, demands.max_tokens):
         learners = named("learner", Learner.plan(spec, **options)) + beside
-        engine = engines.plan()
         if room is None or total(learners) + total(engine.parts) <= room:
             break
     if room is not None:

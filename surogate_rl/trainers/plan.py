@@ -33,7 +33,7 @@ def plan(config: TrainConfig) -> Plan:
     info = inspect_model(config.model, tokenizer=config.tokenizer)
     check_context(config, info.spec)
     asked = demands(config)
-    sampled = count_sampled_ids(config.model, tokenizer=config.tokenizer) if asked.sequences else 0
+    sampled = count_sampled_ids(config.model, info.spec.vocab, tokenizer=config.tokenizer) if asked.sequences else 0
     memory = plan_memory(config, info.spec, asked, parameters=info.parameters, valid_vocab=sampled)
     lines = [f"device {config.device}, {config.recipe}", "memory"]
     lines += [f"  {line}" for line in memory_lines(memory)]

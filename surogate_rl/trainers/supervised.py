@@ -15,6 +15,8 @@ from surogate_rl.trainers.session import Session
 from surogate_rl.trainers.update import UpdateResult
 
 MAX_EVAL_SEQUENCES = 64
+HeldOutLoss = Callable[[], dict[str, float]]
+"""Gives `loss`, and what else the objective reports."""
 
 
 def held_out_sequences(config: TrainConfig) -> int:
@@ -25,10 +27,10 @@ def held_out_sequences(config: TrainConfig) -> int:
 class HeldOut:
     """Held-out loss, or rewards over sampled completions where `eval.rewards` names some."""
 
-    def __init__(self, session: Session, make_loss: Callable[[], Callable[[], dict[str, float]]]) -> None:
+    def __init__(self, session: Session, make_loss: Callable[[], HeldOutLoss]) -> None:
         config = session.config.eval
         assert config is not None
-        self._loss: Callable[[], dict[str, float]] | None = None
+        self._loss: HeldOutLoss | None = None
         self._rollouts: Rollouts | None = None
         self._rewards: RewardEvaluation | None = None
         if config.rewards:

@@ -160,20 +160,17 @@ class VllmEngine:
             if replica.weights >= 0 and replica.alive:
                 return
             self._require_open()
-            gone: EngineGone | None = None
+            await self._replace(replica, None)
             while True:
+                if self._snapshot is not None:
+                    await self._give(replica, self._snapshot, self._version)
+                if not self._paused:
+                    return
                 try:
-                    await self._replace(replica, gone)
-                    if self._snapshot is not None:
-                        await replica.update(self._snapshot, self._version)
-                    if self._paused:
-                        await replica.call("pause", timeout=self.options.timeout)
+                    await replica.call("pause", timeout=self.options.timeout)
                     return
                 except EngineGone as error:
-                    gone = error
-                except EngineFailed as error:
-                    self._failure = error
-                    raise
+                    await self._replace(replica, error)
 
     async def _replace(self, replica: Replica, gone: EngineGone | None) -> None:
         """Ends a replica that is gone, or half of it, and starts it again until it stands. It has no weights then.
@@ -238,7 +235,7 @@ class VllmEngine:
                 return await replica.update(snapshot, version)
             except EngineGone as error:
                 await self._replace(replica, error)
-            except SyncFailed as error:
+            except EngineFailed as error:  # SyncFailed among them
                 self._failure = error
                 raise
 
