@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
 
 import surogate_rl
 from surogate_rl.batch import Totals
@@ -25,18 +23,11 @@ from surogate_rl.rollouts.types import Episode, Segment, Task
 from surogate_rl.trainers import budgeting
 from surogate_rl.trainers.grpo import trained_sequences
 
+from .outputs import rows_by_step, same, weights
+
 Make = Callable[..., dict[str, Any]]
 EXACT = {"loss_type": "dr_grpo", "scale_rewards": "none"}
 DEPTH = {"coverage": 0.5, "max": 4, "explore": 0.5, "min_episodes": 16, "success_threshold": 0.1}
-
-
-def weights(directory: Path) -> dict[str, np.ndarray]:
-    (path,) = directory.glob("*.safetensors")
-    return load_file(path)
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
 def with_budget(config: dict[str, Any], budget: dict[str, Any] | None, **rollouts: Any) -> dict[str, Any]:
@@ -50,7 +41,7 @@ def test_off_is_a_plain_step(base: Make, tmp_path: Path) -> None:
     config = with_budget(base("grpo", output_dir=str(tmp_path / "run"), max_steps=1, warmup_steps=0), None)
     config["loss"] = EXACT | {"entropy_coef": 0.01}
     result = surogate_rl.grpo(config)
-    rows = pq.read_table(tmp_path / "run" / "rollouts" / "step-00000001.parquet").to_pylist()
+    rows = rows_by_step(tmp_path / "run")[0]
     rewards = [[row["reward"] for row in rows[first : first + 4]] for first in range(0, len(rows), 4)]
     assert all(len({row["prompt"] for row in rows[first : first + 4]}) == 1 for first in range(0, len(rows), 4))
     advantages = np.concatenate(group_advantages(rewards, scale_rewards="none", loss_type="dr_grpo").values)
@@ -131,7 +122,7 @@ def test_tokens_are_capped_and_logged(base: Make, tmp_path: Path) -> None:
     assert all(line["budget/depth/cap"] <= 4 for line in later)
     assert all(line["budget/depth/censored_share"] > 0 and line["budget/depth/saved_tokens"] > 0 for line in later)
     for step in (3, 4):
-        rows = pq.read_table(tmp_path / "run" / "rollouts" / f"step-{step:08d}.parquet").to_pylist()
+        rows = rows_by_step(tmp_path / "run")[step - 1]
         lengths = [len(row["tokens"]) for row in rows]
         longer = np.mean([length > 4 for length in lengths])
         assert 0.1 < longer < 0.9
@@ -143,7 +134,7 @@ def test_what_was_decided_is_logged(base: Make, tmp_path: Path) -> None:
     config = base("grpo", output_dir=str(tmp_path / "run"), max_steps=5)
     config["datasets"] = [config["datasets"][0] | {"size": 8}]
     surogate_rl.grpo(with_budget(config, {"depth": DEPTH, "width": {"max": 8}}))
-    rows = pq.read_table(tmp_path / "run" / "rollouts" / "step-00000005.parquet").to_pylist()
+    rows = rows_by_step(tmp_path / "run")[4]
     prompts: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         prompts.setdefault(row["prompt"], []).append(row)
@@ -191,7 +182,7 @@ def test_kl_past_the_cap_reaches_the_objective(base: Make, tmp_path: Path, monke
     monkeypatch.setattr(Totals, "of", staticmethod(of))
     config = with_budget(base("grpo", output_dir=str(tmp_path / "run"), max_steps=3), {"depth": DEPTH})
     surogate_rl.grpo(config | {"loss": EXACT | {"beta": beta}})
-    rows = pq.read_table(tmp_path / "run" / "rollouts" / "step-00000003.parquet").to_pylist()
+    rows = rows_by_step(tmp_path / "run")[2]
     lengths = [len(row["tokens"]) for row in rows]
     late = sum(max(length - row["depth_cap"], 0) for length, row in zip(lengths, rows, strict=True))
     assert late > 0
@@ -203,7 +194,7 @@ def test_width_keeps_the_sum(base: Make, tmp_path: Path) -> None:
     config["datasets"] = [config["datasets"][0] | {"size": 8}]
     result = surogate_rl.grpo(with_budget(config, {"width": {"max": 8, "floor": 0.0}}))
     for step in range(1, 7):
-        rows = pq.read_table(tmp_path / "run" / "rollouts" / f"step-{step:08d}.parquet").to_pylist()
+        rows = rows_by_step(tmp_path / "run")[step - 1]
         assert len(rows) == 16
     assert [line["budget/width/seen_share"] for line in result.history] == [0, 0, 1, 1, 1, 1]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import surogate_rl
 from surogate_rl.checkpoint import CheckpointStore
@@ -19,21 +16,10 @@ from surogate_rl.rollouts.engines.vllm.errors import EngineFailed
 from surogate_rl.rollouts.engines.vllm.factory import Launched
 from surogate_rl.trainers import commands, sampling
 
+from .outputs import lines, same, weights
+
 Make = Callable[..., dict[str, Any]]
 STEPS = 5
-
-
-def weights(directory: Path) -> dict[str, np.ndarray]:
-    (path,) = directory.glob("*.safetensors")
-    return load_file(path)
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.types import Episode, Segment, Task
 from surogate_rl.trainers.evaluation import summarise
 
+from .outputs import same, weights
+
 Make = Callable[..., dict[str, Any]]
 TASK = Task(0, None, "1+1=", {})
 
@@ -104,6 +106,7 @@ def test_training_is_as_it_would_be_without(base: Make, data: Path) -> None:
         return [{k: v for k, v in line.items() if "time" not in k and "second" not in k} for line in lines]
 
     assert logged(evaluated) == logged(plain)
+    assert same(weights(evaluated.final_model), weights(plain.final_model))
 
 
 @pytest.mark.parametrize(("stop", "stops"), [(None, True), ([], False), (["3"], False)])

@@ -13,8 +13,9 @@ import pytest
 import surogate_rl
 from surogate_rl.errors import InputError
 
+from .outputs import RUN
+
 Base = Callable[..., dict[str, Any]]
-RUN = {"sft": surogate_rl.sft, "dpo": surogate_rl.dpo, "grpo": surogate_rl.grpo}
 DAMAGE = "so that some rows would be repeated and others passed over"
 ANEW = "or start anew in another output_dir"
 

@@ -14,11 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
-import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
 
 import surogate_rl
 from surogate_rl.config import parse_config
@@ -29,38 +26,18 @@ from surogate_rl.rollouts.stream import Batch, RolloutStream
 from surogate_rl.trainers.plan import stream_lines
 from surogate_rl.trainers.sampling import Rollouts
 
+from .outputs import lines, rows_by_step, same, weights
+
 Make = Callable[..., dict[str, Any]]
-
-
-def weights(directory: Path) -> dict[str, np.ndarray]:
-    (path,) = directory.glob("*.safetensors")
-    return load_file(path)
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def logged(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows(directory: Path) -> list[list[dict[str, Any]]]:
-    return [pq.read_table(path).to_pylist() for path in sorted((directory / "rollouts").glob("step-*.parquet"))]
 
 
 def rollouts(**changes: Any) -> dict[str, Any]:
     return {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8, "max_sequences": 16} | changes
 
 
-def first_digit(completion: str, answer: str) -> float:
-    """A sparse reward: many groups have none."""
-    return float(completion[:1] == answer[:1])
-
-
 def sparse(base: Make, **changes: Any) -> dict[str, Any]:
     config = base("grpo", **changes)
-    config["rewards"] = [f"{Path(__file__)}:first_digit"]
+    config["rewards"] = [f"{Path(__file__).parent / 'digits.py'}:first_digit"]
     return config
 
 
@@ -94,8 +71,8 @@ def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(
     assert all(line["grad_norm"] > 0 for line in result.history)
     # the same prompts in the same order as on policy
     plain = surogate_rl.grpo(base("grpo", max_steps=12, rollouts=rollouts(), loss=loss, output_dir=str(tmp_path / "plain")))
-    assert [[row["task"] for row in step] for step in rows(result.output_dir)] == [
-        [row["task"] for row in step] for step in rows(plain.output_dir)
+    assert [[row["task"] for row in step] for step in rows_by_step(result.output_dir)] == [
+        [row["task"] for row in step] for step in rows_by_step(plain.output_dir)
     ]
 
 
@@ -222,7 +199,7 @@ def test_every_trained_group_has_signal_and_what_was_passed_over_is_counted(base
     settings = rollouts(dynamic_sampling={"enabled": True, "max_rounds": 20})
     result = surogate_rl.grpo(sparse(base, max_steps=6, rollouts=settings))
     used = 0
-    for line, step in zip(result.history, rows(result.output_dir), strict=True):
+    for line, step in zip(result.history, rows_by_step(result.output_dir), strict=True):
         groups = [[row["reward"] for row in step[i : i + 4]] for i in range(0, 16, 4)]
         assert len(step) == 16
         assert all(min(group) != max(group) for group in groups)
@@ -243,7 +220,7 @@ def test_a_limit_that_is_reached_trains_what_there_is(base: Make) -> None:
     assert all(line["dynamic_sampling/rounds"] == 2 for line in result.history)
     assert all(line["dynamic_sampling/missing_groups"] == 4 for line in result.history)
     assert all(line["grad_norm"] == 0 for line in result.history)
-    assert rows(result.output_dir) == []
+    assert rows_by_step(result.output_dir) == []
 
 
 def test_nothing_but_failed_rewards_ends_the_run_under_dynamic_sampling_too(base: Make) -> None:
@@ -270,37 +247,37 @@ def test_on_policy_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: P
     shutil.rmtree(tmp_path / "broken" / "final")
     resumed = surogate_rl.grpo(broken | {"resume": "auto"})
     assert same(weights(whole.final_model), weights(resumed.final_model))
-    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
-    for a, b in zip(logged(tmp_path / "whole"), logged(tmp_path / "broken"), strict=True):
+    assert rows_by_step(tmp_path / "whole") == rows_by_step(tmp_path / "broken")
+    for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "broken"), strict=True):
         for name in ("epoch", "reward", "loss", "dynamic_sampling/discarded_groups", "dynamic_sampling/reward"):
             assert a[name] == b[name]
 
 
 def test_a_dry_run_shows_the_schedule(base: Make) -> None:
-    def lines(**settings: Any) -> list[str]:
+    def said(**settings: Any) -> list[str]:
         return stream_lines(parse_config(base("grpo", rollouts=rollouts(**settings)), "grpo"))
 
-    assert lines() == []
-    assert lines(max_staleness=2, oversample=3) == [
+    assert said() == []
+    assert said(max_staleness=2, oversample=3) == [
         "while it learns, the next 2 steps may be sampled: at most 8 groups (11 while it waits for its own)",
         "no token that it trains is more than 2 version(s) old (max_staleness)",
     ]
-    assert lines(oversample=2, dynamic_sampling={"enabled": True, "max_rounds": 3}) == [
+    assert said(oversample=2, dynamic_sampling={"enabled": True, "max_rounds": 3}) == [
         "with 2 spare group(s) beside them",
         "groups without signal are replaced, up to 12 groups sampled for a step (dynamic_sampling)",
     ]
 
 
 def test_a_dry_run_says_what_is_carried_over(base: Make) -> None:
-    def lines(**settings: Any) -> list[str]:
+    def said(**settings: Any) -> list[str]:
         return stream_lines(parse_config(base("grpo", rollouts=rollouts(stragglers="carry_over", **settings)), "grpo"))
 
-    assert lines(max_staleness=1, oversample=2) == [
+    assert said(max_staleness=1, oversample=2) == [
         "while it learns, no group is begun; at most 6 groups are under way while it waits for its own",
         "groups under way when enough others have ended are left to the next step (stragglers)",
         "no token that it trains is more than 1 version(s) old (max_staleness)",
     ]
-    assert lines(max_staleness=2, oversample=2)[0] == (
+    assert said(max_staleness=2, oversample=2)[0] == (
         "while it learns, the next step may be sampled: at most 4 groups (10 while it waits for its own)"
     )
 
@@ -342,11 +319,11 @@ def test_carried_over_every_prompt_is_trained_once_and_a_resumed_run_goes_on(
     )
 
     def tasks(directory: Path) -> list[int]:
-        return sorted(task for step in rows(directory) for task in {row["task"] for row in step})
+        return sorted(task for step in rows_by_step(directory) for task in {row["task"] for row in step})
 
     # those of the first eight steps, each as often, and four in each step
     assert tasks(run) == tasks(plain.output_dir)
-    assert all(len({row["task"] for row in step}) == 4 for step in rows(run))
+    assert all(len({row["task"] for row in step}) == 4 for step in rows_by_step(run))
     assert all(line["rollouts/staleness_max"] <= staleness and line["rollouts/dropped_stale"] == 0 for line in result.history)
     assert all(line["rollouts/passed_over"] <= line["rollouts/carried_over"] for line in result.history)
     shutil.rmtree(run / "checkpoints" / "step-00000008")
@@ -368,15 +345,15 @@ def test_ahead_of_the_learner_a_stopped_run_goes_on_where_it_was(base: Make, tmp
     assert (state["first"], state["step"], state["version"]) == (16, 4, 4)
     assert [entry["number"] for entry in state["unfinished"]] == list(range(16, 16 + len(state["unfinished"])))
     assert state["unfinished"]
-    tasks = [[row["task"] for row in step] for step in rows(run)]
+    tasks = [[row["task"] for row in step] for step in rows_by_step(run)]
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     shutil.rmtree(run / "final")
     result = surogate_rl.grpo(broken | {"resume": "auto"})
     assert result.steps == 6
-    assert [line["step"] for line in logged(run)] == [1, 2, 3, 4, 5, 6]
-    assert [[row["task"] for row in step] for step in rows(run)] == tasks
-    assert logged(run)[4]["rollouts/staleness_max"] == 0  # sampled anew, with the weights of the checkpoint
-    assert logged(run)[5]["rollouts/staleness_max"] <= 1
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
+    assert [[row["task"] for row in step] for step in rows_by_step(run)] == tasks
+    assert lines(run)[4]["rollouts/staleness_max"] == 0  # sampled anew, with the weights of the checkpoint
+    assert lines(run)[5]["rollouts/staleness_max"] <= 1
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -14,30 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surogate_rl
 
+from .outputs import RUN, lines, rows_by_step, same, weights
+
 Make = Callable[..., dict[str, Any]]
-RUN = {"sft": surogate_rl.sft, "dpo": surogate_rl.dpo, "grpo": surogate_rl.grpo}
 COMMANDS = ["sft", "dpo", "grpo"]
-
-
-def weights(directory: Path) -> dict[str, np.ndarray]:
-    (path,) = directory.glob("*.safetensors")
-    return load_file(path)
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def untimed(directory: Path) -> list[dict[str, Any]]:
@@ -202,7 +188,7 @@ def test_grpo_leaves_what_it_says(base: Make, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert result.output_dir == run
     assert (run / "config.yaml").is_file()
-    tables = [pq.read_table(path).to_pylist() for path in sorted((run / "rollouts").glob("step-*.parquet"))]
+    tables = rows_by_step(run)
     assert len(tables) == 4
     logged = lines(run)
     for rows, line in zip(tables, logged, strict=True):
@@ -224,7 +210,7 @@ def test_the_final_model_is_what_the_learner_held(base: Make) -> None:
     result = surogate_rl.grpo(frozen | {"output_dir": str(first.output_dir.parent / "grpo")})
     model = AutoModelForCausalLM.from_pretrained(result.final_model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(result.final_model)
-    for row in pq.read_table(result.output_dir / "rollouts" / "step-00000001.parquet").to_pylist():
+    for row in rows_by_step(result.output_dir)[0]:
         prompt = tokenizer(row["prompt"]).input_ids
         with torch.no_grad():
             logits = model(torch.tensor([prompt + row["tokens"]])).logits[0]
@@ -250,7 +236,7 @@ def test_unscored_completions_leave_the_group(base: Make, tmp_path: Path) -> Non
     config = base("grpo", max_steps=1)
     config["rewards"] = []
     result = surogate_rl.grpo(config, rewards=[sometimes])
-    rows = pq.read_table(tmp_path / "run" / "rollouts" / "step-00000001.parquet").to_pylist()
+    rows = rows_by_step(tmp_path / "run")[0]
     assert [row["reward"] for row in rows[:4]] == [0.0, None, 2.0, 3.0]
     assert rows[1]["advantage"] == 0.0
     assert result.metrics["reward"] == pytest.approx(5 / 3)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-import surogate_rl
 from surogate_rl.config.schema import DatasetConfig
 from surogate_rl.data import DataError, load_examples, load_pairs, load_tasks
 
+from .outputs import RUN
+
 Base = Callable[..., dict[str, Any]]
-RUN = {"sft": surogate_rl.sft, "dpo": surogate_rl.dpo, "grpo": surogate_rl.grpo}
 TINY = Path(__file__).parents[2] / "examples" / "quickstart" / "tiny"
 ROWS = 13  # of the tiny model's embedding
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from surogate_rl import _core
 from surogate_rl.data.packing import PackSequence, pack
-from surogate_rl.learner import Learner
+from surogate_rl.learner import AdapterUse, Learner, LoraSettings
 from surogate_rl.models.load import describe
 from surogate_rl.rollouts.engines.stop_strings import StopStrings
 from surogate_rl.rollouts.engines.vllm import engine as vllm_engine
@@ -34,6 +34,7 @@ from surogate_rl.trainers.event_loop import EventLoop
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 2048
+ADAPTER_SCALE = 0.4
 VOCAB, VALID = 320, 256  # the model's vocabulary is padded beyond the tokenizer's
 
 LLAMA: dict[str, Any] = {
@@ -59,6 +60,7 @@ LLAMA: dict[str, Any] = {
 }
 # biases on q, k and v, and a head that is the embedding
 QWEN2 = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "hidden_size": 128}
+QWEN3 = LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 
 
 @pytest.fixture(scope="session")
@@ -82,19 +84,23 @@ def loop() -> Iterator[EventLoop]:
     loop.close()
 
 
-def make_learner(config: dict[str, Any], *, scale: float) -> Learner:
+def make_learner(config: dict[str, Any], *, scale: float, lora: LoraSettings | None = None) -> Learner:
     """A learner of a random model; large enough weights that positions and layers all matter."""
     _, fields = describe(AutoConfig.for_model(**config), config, "test")
-    learner = Learner(_core.ModelSpec(**fields), max_tokens=2 * CONTEXT, threads=1)
+    learner = Learner(_core.ModelSpec(**fields), max_tokens=2 * CONTEXT, threads=1, lora=lora)
     randomise(learner, 0, scale)
+    if lora is not None:
+        randomise(learner, 1, ADAPTER_SCALE, adapter=True)
     return learner
 
 
-def randomise(learner: Learner, seed: int, scale: float) -> None:
+def randomise(learner: Learner, seed: int, scale: float, *, adapter: bool = False) -> None:
+    """Other weights, or another adapter."""
     rng = np.random.default_rng(seed)
     for info in learner.tensors():
-        value = scale * rng.standard_normal(info.shape)
-        learner.load(info.name, (value + ("norm" in info.name)).astype(np.float32))
+        if info.is_adapter == adapter:
+            value = scale * rng.standard_normal(info.shape)
+            learner.load(info.name, (value + ("norm" in info.name)).astype(np.float32))
 
 
 def make_options(python: str, log: Path, config: dict[str, Any] = LLAMA, **changes: Any) -> VllmOptions:
@@ -165,13 +171,15 @@ NEVER = ("\N{SNOWMAN}\N{COMET}\N{UMBRELLA}",)  # a stop string that random bytes
 
 
 class Bench:
-    """One engine with its learner, and calls that wait."""
+    """An engine with its learner, and calls that wait."""
 
     valid_vocab = VALID
 
-    def __init__(self, loop: EventLoop, config: dict[str, Any], options: VllmOptions, scale: float = 0.15) -> None:
+    def __init__(
+        self, loop: EventLoop, config: dict[str, Any], options: VllmOptions, scale: float = 0.15, lora: LoraSettings | None = None
+    ) -> None:
         self.loop, self.scale = loop, scale
-        self.learner = make_learner(config, scale=scale)
+        self.learner = make_learner(config, scale=scale, lora=lora)
         self.engine = VllmEngine(self.learner, options, tokenizer=Bytes())
         self.version = 0
         self.run(self.engine.begin())
@@ -212,11 +220,13 @@ class Bench:
         self.run(self.engine.update_weights(self.learner, self.version))
         return self.engine.take_metrics()
 
-    def gap(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float = 1.0) -> float:
+    def gap(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float = 1.0, adapter: AdapterUse = "live"
+    ) -> float:
         """Mean absolute difference of the engine's log-probabilities from the learner's."""
         differences = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            logps = self.score([*prompt, *completion.tokens], temperature)[len(prompt) :]
+            logps = self.score([*prompt, *completion.tokens], temperature, adapter)[len(prompt) :]
             differences.append(np.abs(np.asarray(completion.logps) - logps))
         return float(np.mean(np.concatenate(differences)))
 
@@ -224,17 +234,20 @@ class Bench:
         """Gives the learner other weights."""
         randomise(self.learner, seed, self.scale)
 
-    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray[Any, Any]:
-        return score(self.learner, tokens, temperature)
+    def randomise_adapter(self, seed: int) -> None:
+        randomise(self.learner, seed, ADAPTER_SCALE, adapter=True)
+
+    def score(self, tokens: Sequence[int], temperature: float = 1.0, adapter: AdapterUse = "live") -> np.ndarray[Any, Any]:
+        return score(self.learner, tokens, temperature, adapter)
 
     def close(self) -> None:
         self.run(self.engine.close())
 
 
-def score(learner: Learner, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray[Any, Any]:
+def score(learner: Learner, tokens: Sequence[int], temperature: float = 1.0, adapter: AdapterUse = "live") -> np.ndarray[Any, Any]:
     """The learner's log-probability of each token but the first (whose is 0)."""
     (batch,) = pack([[PackSequence(tokens=tokens, mask=[False, *[True] * (len(tokens) - 1)])]], learner.max_tokens)
-    logp = learner.score(batch, temperature=temperature, valid_vocab=VALID).logp
+    logp = learner.score(batch, temperature=temperature, valid_vocab=VALID, adapter=adapter).logp
     return np.concatenate([[0.0], logp[: len(tokens) - 1]])
 
 

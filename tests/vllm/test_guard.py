@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
+
+from .groups import gone, members
 
 HOST = Path(guard.__file__).resolve().parents[1]
 PARENT = """
@@ -32,23 +32,6 @@ def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
         [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, **options
     )
-
-
-def members(group: int) -> list[int]:
-    """Living processes of a group."""
-    found = []
-    for process, _ in guard._members(group):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(process)
-    return found
-
-
-def wait_until_gone(group: int) -> None:
-    deadline = time.monotonic() + 60
-    while members(group):
-        assert time.monotonic() < deadline, members(group)
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -72,7 +55,7 @@ def test_a_tree_is_ended_with_its_memory_and_files(tree: tuple[subprocess.Popen[
         os.killpg(process.pid, signal.SIGSTOP)
     guard.kill(process.pid, str(folder))
     assert process.wait(60) == -signal.SIGKILL
-    wait_until_gone(process.pid)
+    assert not gone(process.pid)
     assert not memory.exists()
     assert not folder.exists()
 
@@ -81,7 +64,7 @@ def test_children_end_with_their_parent_and_the_tracker_cleans_up(tree: tuple[su
     process, memory = tree
     os.kill(process.pid, signal.SIGKILL)
     process.wait(60)
-    wait_until_gone(process.pid)
+    assert not gone(process.pid)
     assert not memory.exists()
 
 

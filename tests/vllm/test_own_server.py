@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,23 +17,25 @@ import pytest
 
 import surogate_rl
 from surogate_rl.rollouts.engines.vllm.errors import EngineFailed
+from surogate_rl.rollouts.engines.vllm.factory import cpu_environment
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
+
+from .config import grpo_config
+from .groups import children
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
-HOST = ROOT / "rollouts" / "engines" / "vllm" / "host"
-TINY = ROOT / "examples" / "quickstart" / "tiny"
 Server = tuple[subprocess.Popen[bytes], str]
 
 
 @pytest.fixture(scope="module")
 def own_server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """As `surogate-rl vllm-server` would run in the interpreter that has vLLM; the tests of this file share it."""
+    """`surogate-rl vllm-server`, as if installed in the interpreter that has vLLM; the tests of this file share it."""
     folder = tmp_path_factory.mktemp("server")
-    environment = dict(os.environ) | {"PYTHONPATH": str(HOST), "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "TORCHDYNAMO_DISABLE": "1"}
-    environment["SUROGATE_VLLM_TOKEN"] = "secret"
-    command = [vllm_python, "-m", "surogate_vllm.main", "--listen", "127.0.0.1:0"]
+    environment = dict(os.environ) | cpu_environment(eager=True) | {"SUROGATE_VLLM_TOKEN": "secret"}
+    serve = "from surogate_rl.cli import app; app(['vllm-server', '--listen', '127.0.0.1:0'])"
+    program = f"import sys; sys.executable = {vllm_python!r}; {serve}"
+    command = [sys.executable, "-c", program]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
@@ -49,12 +51,6 @@ def own_server(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> It
         process.wait()
 
 
-def processes(server: subprocess.Popen[bytes], name: str = "") -> list[int]:
-    """Those that vLLM has started there; with `name`: the ones whose title has it."""
-    found = [number for number, tracker in guard._members(server.pid) if number != server.pid and not tracker]
-    return [number for number in found if name.encode() in Path(f"/proc/{number}/cmdline").read_bytes()]
-
-
 def test_it_serves_one_run_after_another(make_bench: Callable[..., Any], own_server: Server, prompts: list[list[int]]) -> None:
     """Weights travel over the connection; the engine outlives the first run, and the second gets its own weights."""
     process, url = own_server
@@ -65,8 +61,8 @@ def test_it_serves_one_run_after_another(make_bench: Callable[..., Any], own_ser
         bench = make_bench(base_urls=(url,), token="secret")
         bench.randomise(seed)
         assert bench.gap(prompts, bench.sample(prompts)) < 1e-4
-        engine = engine or processes(process)
-        assert processes(process) == engine
+        engine = engine or children(process.pid, "EngineCore")
+        assert children(process.pid, "EngineCore") == engine
         with pytest.raises(EngineFailed, match="serves another run"):
             make_bench(base_urls=(url,), token="secret", startup_timeout=1.0).sample([[1]])
         bench.close()
@@ -82,14 +78,15 @@ def test_a_run_that_ends_in_the_middle_of_an_update_spoils_nothing(
     process, url = own_server
     bench = make_bench(base_urls=(url,), token="secret")
     bench.sample([[1]])
-    engine = processes(process)
+    engine = children(process.pid, "EngineCore")
+    workers = children(process.pid)
     (replica,) = bench.engine.replicas
     size = 64 << 20
     entries = [[f"unknown.{number}.weight", "float32", [size // 4], 0, size, 0] for number in range(100)]  # seconds of checksums
 
     def reading() -> bool:
         """Whether the worker has the bucket: it is between the start and the end of an update."""
-        return any(_maps(number, size) for number in engine)
+        return any(_maps(number, size) for number in workers)
 
     async def break_off() -> None:
         await replica.call("bucket", index=0, body=bytes(size))
@@ -105,7 +102,7 @@ def test_a_run_that_ends_in_the_middle_of_an_update_spoils_nothing(
     after = make_bench(base_urls=(url,), token="secret")
     after.randomise(63)
     assert after.gap(prompts, after.sample(prompts)) < 1e-4
-    assert processes(process) == engine, "the same engine"
+    assert children(process.pid, "EngineCore") == engine, "the same engine"
 
 
 def _maps(process: int, size: int) -> bool:
@@ -122,32 +119,15 @@ def test_grpo_ahead_of_the_learner_with_evaluation_resumed_on_an_engine_that_is_
 ) -> None:
     """The core of the engine before is killed, as the kernel does when memory runs out, while nobody is connected."""
     process, url = own_server
-    for core in processes(process, "EngineCore"):
+    for core in children(process.pid, "EngineCore"):
         os.kill(core, signal.SIGKILL)
     monkeypatch.setenv("SUROGATE_VLLM_TOKEN", "secret")
-    rows = [{"prompt": f"{a}{b}{c}=", "answer": "".join(sorted(f"{a}{b}{c}"))} for a in range(8) for b in range(4) for c in range(2)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "reward.py").write_text("def score(completion):\n    return completion.count('1') + 0.1 * len(completion)\n")
-    data = {"datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "prompt"}]}
-    rollouts = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12}
+    reward = "def score(completion):\n    return completion.count('1') + 0.1 * len(completion)\n"
 
-    def config(name: str, **more: Any) -> dict[str, Any]:
-        return data | {
-            "model": str(TINY),
-            "init": "random",
-            "device": "cpu",
-            "threads": 1,
-            "sequence_len": 32,
-            "learning_rate": 0.01,
-            "max_steps": 4,
-            "save_steps": 2,
-            "save_total_limit": None,
-            "seed": 3,
-            "rewards": [f"{tmp_path / 'reward.py'}:score"],
-            "output_dir": str(tmp_path / name),
-            "rollouts": rollouts | more,
-            "eval": data | {"steps": 2},
-        }
+    def config(name: str, **rollouts: Any) -> dict[str, Any]:
+        made = grpo_config(tmp_path, reward, rollouts)
+        changes = {"save_steps": 2, "save_total_limit": None, "output_dir": str(tmp_path / name)}
+        return made | changes | {"eval": {"datasets": made["datasets"], "steps": 2}}
 
     elsewhere = config("run", engine="vllm", max_staleness=1, vllm={"base_url": url})
     run = surogate_rl.grpo(elsewhere)

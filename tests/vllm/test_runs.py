@@ -19,10 +19,11 @@ import yaml
 
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
 
+from .config import grpo_config
+from .groups import children, gone, members
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "examples" / "quickstart" / "tiny"
 START = 300.0  # seconds that an engine may take on a busy machine
 
 
@@ -60,28 +61,12 @@ class Run:
 @pytest.fixture
 def start(tmp_path: Path, vllm_python: str) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
-    rows = [{"prompt": f"{a}{b}{c}=", "answer": "".join(sorted(f"{a}{b}{c}"))} for a in range(8) for b in range(4) for c in range(2)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # rewards that differ, so that every step changes the weights; slow enough that a test can interfere
-    (tmp_path / "reward.py").write_text("import time\n\ndef score(completion):\n    time.sleep(0.01)\n    return completion.count('1')\n")
+    reward = "import time\n\ndef score(completion):\n    time.sleep(0.01)\n    return completion.count('1')\n"
 
     def begin(vllm: dict[str, Any], **keys: Any) -> Run:
-        rollouts = {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12}
-        config = {
-            "model": str(TINY),
-            "init": "random",
-            "device": "cpu",
-            "threads": 1,
-            "sequence_len": 32,
-            "learning_rate": 0.01,
-            "max_steps": 4,
-            "save_steps": 0,
-            "seed": 3,
-            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "prompt"}],
-            "rewards": [f"{tmp_path / 'reward.py'}:score"],
-            "rollouts": rollouts | {"vllm": {"python": vllm_python, "startup_timeout": START} | vllm},
-        } | keys
-        runs.append(Run(tmp_path, config))
+        vllm = {"python": vllm_python, "startup_timeout": START} | vllm
+        runs.append(Run(tmp_path, grpo_config(tmp_path, reward, {"engine": "vllm", "vllm": vllm}) | keys))
         return runs[-1]
 
     yield begin
@@ -98,25 +83,6 @@ def engine_group(run: Run) -> int:
             if leads and b"surogate_vllm.main" in Path(f"/proc/{entry}/cmdline").read_bytes():  # reward workers lead groups as well
                 return int(entry)
     return 0
-
-
-def members(group: int) -> dict[int, str]:
-    """Living processes of a group: id and command line."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
-            if int(fields[2]) == group and fields[0] != b"Z":
-                found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
-
-
-def gone(group: int, patience: float = 60.0) -> dict[int, str]:
-    """What is left of a group after at most `patience` seconds."""
-    deadline = time.monotonic() + patience
-    while (left := members(group)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def belongings(group: int) -> set[Path]:
@@ -152,7 +118,7 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_goes_on(start: Callabl
     run.wait_for(run.metrics)
     group = engine_group(run)
     mine = belongings(group)
-    core = next(number for number, command in members(group).items() if "EngineCore" in command)
+    (core,) = children(group, "EngineCore")
     os.kill(core, signal.SIGKILL)
     run.wait_for(lambda: any("vllm/restarts" in values for values in run.metrics()))
     steps = len(run.metrics())
@@ -169,11 +135,6 @@ def test_an_engine_that_is_killed_is_replaced_and_the_run_goes_on(start: Callabl
     assert not gone(second)
     assert len(mine) > 2
     assert not left(mine)
-
-
-def children(group: int) -> list[int]:
-    """What vLLM has started of its own."""
-    return [number for number, command in members(group).items() if number != group and "resource_tracker" not in command]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from surogate_rl.rollouts.engines.vllm.replica import Replica
 from surogate_rl.rollouts.types import GenerateRequest, SamplingParams
 from surogate_rl.trainers.event_loop import EventLoop
 
+from .conftest import LLAMA, VALID, Bench, make_options
+
 HELLO = {"id": 1, "op": "hello", "protocol": wire.PROTOCOL}
-VALID = 256
 
 
 class FakeRuntime:
@@ -256,20 +257,31 @@ def url(loop: EventLoop, fake: type[FakeRuntime]) -> Iterator[str]:
     """Of a server around the engine that is no vLLM."""
     listening = loop.run(asyncio.start_server(host.Server("secret").serve, "127.0.0.1", 0))
     yield "tcp://{}:{}".format(*listening.sockets[0].getsockname())
-    listening.close()
+
+    async def stop() -> None:  # on the loop that it belongs to
+        listening.close()
+
+    loop.run(stop())
 
 
 @pytest.fixture
-def connected(make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, url: str, fake: type[FakeRuntime]) -> Callable[..., Any]:
-    """Makes an engine of the run's, connected to that server."""
+def connected(
+    loop: EventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, fake: type[FakeRuntime]
+) -> Iterator[Callable[..., Bench]]:
+    """Makes an engine of the run's, connected to that server. No interpreter is started for it."""
+    made: list[Bench] = []
     monkeypatch.setattr("surogate_rl.rollouts.engines.vllm.replica._RETRY", 0.01)
 
-    def make(**changes: Any) -> Any:
-        bench = make_bench(**({"base_urls": (url,), "token": "secret", "heartbeat": 3600.0} | changes))
+    def make(**changes: Any) -> Bench:
+        options = {"base_urls": (url,), "token": "secret", "heartbeat": 3600.0} | changes
+        bench = Bench(loop, LLAMA, make_options("", tmp_path / "vllm.log", **options))
+        made.append(bench)
         fake.score = staticmethod(bench.score)  # type: ignore[assignment]
         return bench
 
-    return make
+    yield make
+    for bench in made:
+        bench.close()
 
 
 def restarted(bench: Any) -> int:

@@ -54,7 +54,6 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
     bench.randomise(31)
     bench.sync()
     old, new = bench.version, bench.version + 1
-    before: list[np.ndarray] = []
 
     async def body() -> list[Completion]:
         bench.randomise(32)  # the engine has weights of its own
@@ -78,7 +77,6 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
 
 
 def test_pause_holds_requests_and_resume_lets_them_go_on(bench: Any) -> None:
-
     async def body() -> Completion:
         requests = await bench.under_way(1)
         await bench.engine.pause()
