@@ -147,19 +147,36 @@ class Counting(StopStrings):
 
 
 class UnderWay:
-    """Requests that go on until they are told to finish, whatever the speed of the machine; their tokens arrive one by one."""
+    """Requests that go on until they are told to finish, or for as long as the context is; their tokens arrive one by one.
+
+    The engine does not wait for whoever reads: it may be at the end before the first tokens are seen here.
+    A test that has to catch it before that asks whether it has, and else tries again.
+    """
+
+    most = CONTEXT - 1
 
     def __init__(self) -> None:
         self.tasks: list[asyncio.Task[Completion]] = []
         self.seen: list[Counting] = []
 
+    @property
+    def tokens(self) -> list[int]:
+        return [each.tokens for each in self.seen]
+
     async def more(self, tokens: int) -> None:
-        """Waits until each has that many tokens more."""
+        """Waits until each has that many tokens more, or all that it can have."""
         wanted = [each.tokens + tokens for each in self.seen]
-        while len(self.seen) < len(self.tasks) or any(each.tokens < least for each, least in zip(self.seen, wanted, strict=True)):
+        while len(self.seen) < len(self.tasks) or any(n < min(least, self.most) for n, least in zip(self.tokens, wanted, strict=True)):
             await asyncio.sleep(0.002)
             wanted += [tokens] * (len(self.seen) - len(wanted))
-            assert not [task.result() for task in self.tasks if task.done()]
+
+    async def stand_still(self, seconds: float) -> list[int]:
+        """Waits until none has had a token for so long; how many each has then."""
+        before: list[int] = []
+        while before != self.tokens:
+            before = self.tokens
+            await asyncio.sleep(seconds)
+        return before
 
     async def finish(self) -> list[Completion]:
         for each in self.seen:
@@ -207,10 +224,9 @@ class Bench:
             result.seen.append(Counting(*arguments))
             return result.seen[-1]
 
-        most = CONTEXT - 1
         with mock.patch.object(vllm_engine, "StopStrings", counted):
             for number in range(count):
-                request = GenerateRequest([number], SamplingParams(most, seed=number, stop=NEVER))
+                request = GenerateRequest([number], SamplingParams(UnderWay.most, seed=number, stop=NEVER))
                 result.tasks.append(asyncio.ensure_future(self.engine.generate(request)))
             await result.more(10)
         return result
