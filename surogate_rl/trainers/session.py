@@ -51,7 +51,7 @@ def memory_limit(config: TrainConfig) -> int:
     return int(config.memory_limit_gb * 2**30) if config.memory_limit_gb else 0
 
 
-def compute_settings(config: TrainConfig, *, keep_logits: bool = False) -> Compute:
+def compute_settings(config: TrainConfig, *, keep_logits: bool = False, lend_gradients: bool = False) -> Compute:
     return Compute(
         device=config.device if config.device != "auto" else "cpu",
         deterministic=config.deterministic,
@@ -63,6 +63,7 @@ def compute_settings(config: TrainConfig, *, keep_logits: bool = False) -> Compu
         keep_logits=keep_logits,
         head_gradient_in_forward=config.device == "cuda",
         border_adapters=config.device == "cuda",
+        lend_gradients=lend_gradients,
     )
 
 
@@ -74,7 +75,7 @@ def learner_options(config: TrainConfig, max_tokens: int, *, recompute: bool, ke
         "lora": lora_settings(config),
         "seed": config.seed,
         "memory_limit": memory_limit(config),
-        "compute": compute_settings(config, keep_logits=keep_logits),
+        "compute": compute_settings(config, keep_logits=keep_logits, lend_gradients=recompute and _one_backward_per_step(config)),
     }
 
 
@@ -86,6 +87,11 @@ def learner_choices(config: TrainConfig, max_tokens: int) -> list[dict[str, Any]
     if config.recompute == "auto":
         choices.append(learner_options(config, max_tokens, recompute=True))
     return choices
+
+
+def _one_backward_per_step(config: TrainConfig) -> bool:
+    """Whether nothing but a step's single backward writes gradients, and no other pass comes between it and the update."""
+    return isinstance(config, SftConfig) and not config.lora and config.gradient_accumulation_steps == 1
 
 
 def _logits_pay(config: TrainConfig) -> bool:
