@@ -220,7 +220,7 @@ Activations lay_out_activations(Arena& arena, const ModelSpec& spec, const Learn
     arena.item("activations (" + std::to_string(kept) + (kept == 1 ? " layer, " : " layers, ") + std::to_string(tokens) + " tokens)");
     for (std::int64_t layer = 0; layer < kept; ++layer) result.blocks.push_back(take_block(source, spec, options, tokens));
 
-    arena.item("gradients of activations (" + std::to_string(tokens) + " tokens)");
+    arena.item("backward buffers (" + std::to_string(tokens) + " tokens)");
     if (options.trainable) {
         take_attention_gradients(source, spec, options, tokens, scratch, result.blocks);
         scratch.d_stream = take_wide(source, tokens, spec.hidden, std::max(border.width({Linear::O}), border.width({Linear::Down})), dtype);
