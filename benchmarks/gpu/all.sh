@@ -2,12 +2,13 @@
 # All that is to be checked and timed on one GPU, in calls of less than ten minutes each.
 #
 #   benchmarks/gpu/all.sh prepare [PEER]   where there is a network: what the other calls need, into .gpu-deps (PEER: the peer's script)
-#   benchmarks/gpu/all.sh check            build, operations, determinism, models beside transformers, loss curves
+#   benchmarks/gpu/all.sh check            build, operations, models beside transformers, determinism
+#   benchmarks/gpu/all.sh curves           loss curves
 #   benchmarks/gpu/all.sh small            0.6B and smaller models beside the peer, profiles, the GRPO step
 #   benchmarks/gpu/all.sh large            8B beside the peer: recomputed and not
 #   benchmarks/gpu/all.sh ops              each operation, before and after, for 0.6B and 8B; sanitizers
 #
-# check, small, large and ops build first if that is not done. Lines of JSON go to $OUT/results.jsonl (OUT: build/gpu/results if not set), all
+# All but the first build what is not built. Lines of JSON go to $OUT/results.jsonl (OUT: build/gpu/results if not set), all
 # output to $OUT/logs-CALL.tar.gz. A step that fails or runs out of its time is named at the end and does not stop the others; STEPS="a b" runs
 # only those of a call.
 set -uo pipefail
@@ -77,7 +78,9 @@ check)
     step models 120 $PYTHON -m pytest -q -s tests/gpu/test_models.py -m gpu -p no:cacheprovider
     grep -E 'ratio|passed|failed' "$LOGS/models.log"
     step determinism 200 $PYTHON benchmarks/gpu/determinism.py 12
-    step loss_curve 200 $PYTHON benchmarks/gpu/loss_curve.py --torch
+    ;;
+curves)
+    step loss_curve 400 $PYTHON benchmarks/gpu/loss_curve.py --torch
     ;;
 small)
     # The peer, we, the peer again: a card that has warmed up must not count for one side alone.
@@ -111,7 +114,7 @@ ops)
     tail -n 8 "$LOGS/sanitize.log"
     ;;
 *)
-    echo "usage: $0 prepare|check|small|large|ops" >&2
+    echo "usage: $0 prepare|check|curves|small|large|ops" >&2
     exit 2
     ;;
 esac
