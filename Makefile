@@ -9,8 +9,10 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_CONSTRAINTS := tests/vllm/constraints.txt
 PY_DIRS := surogate_rl/ rewards rollouts tests examples benchmarks docs
-CPP_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h')
-SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find csrc rewards rollouts surogate_rl/ -type f \( -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.pyi' \))
+CPP_FILES = $(shell git ls-files csrc)
+# all that the installed package is made of
+SOURCES := pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(shell find cmake csrc -type f) \
+	$(shell find rewards rollouts surogate_rl/ -type f \( -name '*.py' -o -name '*.pyi' -o -name 'py.typed' \))
 # everything that pytest runs but what needs minutes of its own: `make test PYTEST_ARGS="-m slow"` runs that
 PYTEST_ARGS ?= -m "not slow and not gpu"
 
@@ -39,7 +41,9 @@ $(VLLM_VENV)/.installed: $(VLLM_CONSTRAINTS) tests/vllm/requirements.py
 quickstart: install
 	$(BIN)/python examples/quickstart/run.py
 
-test: install $(VLLM_VENV)/.installed lint cpp-test
+# two at a time: fetching packages leaves a core free for the compiler
+test:
+	$(MAKE) --jobs=2 --output-sync=line $(VLLM_VENV)/.installed lint cpp-test
 	PYTHONSAFEPATH=1 SUROGATE_VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) $(BIN)/python -m pytest tests $(PYTEST_ARGS)
 
 # the core's own tests, under the address and undefined-behaviour sanitizers

@@ -121,7 +121,10 @@ def run(work: Path, name: str, arm: str, seed: int, overrides: list[str], into: 
         "generate_seconds": [round(line["time/generate"], 4) for line in steps],
         "learn_seconds": [round(line["time/learn"], 4) for line in steps],
         "reward": [round(line["reward"], 4) for line in steps],
-        "budget": [{key: round(v, 4) for key, v in line.items() if key.startswith(("budget/", "known_rule/"))} for line in steps],
+        "budget": [
+            {key: round(v, 4) for key, v in line.items() if key.startswith(("budget/", "known_rule/")) and "/bucket" not in key}
+            for line in steps
+        ],
     }
     with (work / into).open("a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")

@@ -16,7 +16,7 @@ import numpy as np
 from surogate_rl.objectives import group_advantages
 from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.plan import Credit, EpisodePlan, GroupPlan
-from surogate_rl.rollouts.types import EpisodeLimits, Task
+from surogate_rl.rollouts.types import DepthCap, DepthUnit, EpisodeLimits, Task
 
 QUANTILE, RATE, PROBE_EVERY, WARM_UP = 0.8, 0.3, 8, 2
 
@@ -24,7 +24,7 @@ QUANTILE, RATE, PROBE_EVERY, WARM_UP = 0.8, 0.3, 8, 2
 class KnownRule:
     """A budget as `surogate_rl.rollouts.plan.Budget` has it."""
 
-    def __init__(self, limits: EpisodeLimits, unit: str, completions: int, loss_type: str, scale_rewards: str | None) -> None:
+    def __init__(self, limits: EpisodeLimits, unit: DepthUnit, completions: int, loss_type: str, scale_rewards: str | None) -> None:
         self._limits, self._unit, self._completions = limits, unit, completions
         self._loss_type, self._scale = loss_type, scale_rewards
         self._horizon = limits.max_turns if unit == "turns" else limits.max_completion_length
@@ -37,8 +37,8 @@ class KnownRule:
         self._cap = self._horizon if probe else max(1, min(self._horizon, math.ceil(self._average or 0)))
         if self._cap >= self._horizon:
             return [GroupPlan.plain(self._completions)] * len(tasks)
-        limits = replace(self._limits, **{"max_turns" if self._unit == "turns" else "max_tokens": self._cap})
-        return [GroupPlan((EpisodePlan(limits, depth_cap=self._cap, went_on=False),) * self._completions)] * len(tasks)
+        limits = replace(self._limits, cap=DepthCap(self._unit, self._cap, goes_on=False))
+        return [GroupPlan((EpisodePlan(limits),) * self._completions)] * len(tasks)
 
     def credit(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> Credit:
         result = group_advantages(rewards, scale_rewards=self._scale, loss_type=self._loss_type)
@@ -55,7 +55,10 @@ class KnownRule:
             quantile = float(np.quantile(depths, QUANTILE))
             self._average = quantile if self._average is None else (1 - RATE) * self._average + RATE * quantile
 
-    def metrics(self) -> dict[str, float]:
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Keeps nothing by group."""
+
+    def metrics(self, seconds: float) -> dict[str, float]:
         return {"known_rule/cap": float(self._cap or 0)}
 
     def state(self) -> dict[str, Any]:

@@ -105,12 +105,13 @@ def run(bench: str, model: str, pairs: int, vllm_python: str | None) -> None:
         "command": f"python benchmarks/run.py {bench} --pairs {pairs}",
         "gemm_floor_s": round(floor, 3),
         "share_of_floor": round(floor / result["ours_s"], 3),
-        **{key: result[key] for key in ("ratio_range", "good_pairs", "gemm_gflops", "ours_peak_gb", "peer_peak_gb", "pairs")},
+        **{key: value for key, value in result.items() if key not in ("ours_s", "peer_s", "ratio")},
     }
     path = record(line)
     print(
         f"{bench:<16} ours {line['ours']:>8} tok/s  {PEERS[bench]} {line['peer']:>8} tok/s  ratio {line['ratio']:.2f} "
-        f"({result['good_pairs']} good pairs)  peak {result['ours_peak_gb']:.2f} against {result['peer_peak_gb']:.2f} GB  "
+        f"({result['rule']}; {result['good_pairs']} good of {len(result['pairs'])})  "
+        f"peak {result['ours_peak_gb']:.2f} against {result['peer_peak_gb']:.2f} GB  "
         f"{100 * line['share_of_floor']:.0f}% of the matrix products' rate  -> {path}",
         flush=True,
     )

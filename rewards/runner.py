@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from surogate_rl.plain import plain_text
 from surogate_rl.rewards import worker
 from surogate_rl.rewards.call import TrainerState, batch_arguments, check_columns, single_arguments
 from surogate_rl.rewards.loader import RewardFunction, load_functions
@@ -129,24 +130,29 @@ class RewardRunner:
         """Tells functions that take ``trainer_state`` how far the run is."""
         self._state = TrainerState(global_step, max_steps, epoch)
 
-    async def score(self, episodes: Sequence[Episode]) -> None:
+    async def score(self, episodes: Sequence[Episode], *, counted: bool = True) -> None:
         """Fills `rewards`, `reward` and, where there is none because of a failure, `error` of each episode.
 
         The reward is the sum of weight * value over the functions that apply (None: does not). It is None if a function with a weight
         failed, or if none with a weight applies. Episodes that have an `error` already stay unscored and are shown to no function.
         An environment's own reward counts as one more function, "environment".
 
+        Args:
+            counted: False keeps these episodes, and what functions log about them, out of the report.
+
         Raises:
             RewardError: a function for batches gave the wrong number of rewards.
             WorkersUnavailable: workers cannot be started any more.
         """
         whole = [episode for episode in episodes if episode.error is None]
-        columns = await _all(self._call(index, whole) for index in range(len(self._functions))) if whole else []
+        aside = None if counted else RewardReport()
+        columns = await _all(self._call(index, whole, aside) for index in range(len(self._functions))) if whole else []
         with self._lock:
-            self._report.episodes += len(episodes)
-            self._report.unscored += len(episodes) - len(whole)
+            report = self._report if aside is None else aside
+            report.episodes += len(episodes)
+            report.unscored += len(episodes) - len(whole)
             for position, episode in enumerate(whole):
-                self._settle(episode, [column[position] for column in columns])
+                self._settle(episode, [column[position] for column in columns], report)
         for episode in episodes:
             if episode.error is not None:
                 episode.reward = None
@@ -174,12 +180,12 @@ class RewardRunner:
     def _reset(self) -> None:
         self._report = RewardReport({function.name: FunctionReport() for function in self._functions})
 
-    def _settle(self, episode: Episode, outcomes: Sequence[Outcome]) -> None:
+    def _settle(self, episode: Episode, outcomes: Sequence[Outcome], report: RewardReport) -> None:
         terms: list[float] = []
         failures: list[str] = []
         episode.rewards = {}
         for function, outcome in zip(self._functions, outcomes, strict=True):
-            self._count(function.name, outcome)
+            self._count(function.name, outcome, report)
             episode.rewards[function.name] = outcome.value
             if function.weight == 0:
                 continue
@@ -192,7 +198,7 @@ class RewardRunner:
             good = math.isfinite(value)
             episode.rewards[_ENVIRONMENT] = value if good else None
             outcome = Outcome(value) if good else Outcome(None, "non_finite", f"returned {value}")
-            self._count(_ENVIRONMENT, outcome)
+            self._count(_ENVIRONMENT, outcome, report)
             if self._environment_weight == 0:
                 pass
             elif good:
@@ -203,24 +209,24 @@ class RewardRunner:
         if terms and not failures and not math.isfinite(total):
             failures.append(f"the weighted sum of the rewards is {total}")
         if failures:
-            episode.error = "; ".join(failures)
+            episode.error = plain_text("; ".join(failures))
         episode.reward = total if terms and not failures else None
-        self._report.unscored += episode.reward is None
-        self._report.nothing_applied += episode.reward is None and not failures
+        report.unscored += episode.reward is None
+        report.nothing_applied += episode.reward is None and not failures
 
-    def _count(self, name: str, outcome: Outcome) -> None:
-        report = self._report.functions.setdefault(name, FunctionReport())
-        if report.add(outcome) and self._warned.get(name, 0) < _WARNINGS:
+    def _count(self, name: str, outcome: Outcome, report: RewardReport) -> None:
+        if report.functions.setdefault(name, FunctionReport()).add(outcome) and self._warned.get(name, 0) < _WARNINGS:
             self._warned[name] = self._warned.get(name, 0) + 1
             last = "; further failures are only counted" if self._warned[name] == _WARNINGS else ""
             logger.warning("reward %r: no reward for a completion (%s%s): %s", name, outcome.reason, last, outcome.detail)
 
-    async def _call(self, index: int, episodes: Sequence[Episode]) -> list[Outcome]:
+    async def _call(self, index: int, episodes: Sequence[Episode], aside: RewardReport | None) -> list[Outcome]:
+        """`aside`: where logs go; None: to the report that is current when they arrive."""
         if self._functions[index].plan.batch:
-            return await self._call_batch(index, episodes)
-        return await self._call_singles(index, episodes)
+            return await self._call_batch(index, episodes, aside)
+        return await self._call_singles(index, episodes, aside)
 
-    async def _call_batch(self, index: int, episodes: Sequence[Episode]) -> list[Outcome]:
+    async def _call_batch(self, index: int, episodes: Sequence[Episode], aside: RewardReport | None) -> list[Outcome]:
         function = self._functions[index]
         try:
             arguments = batch_arguments(function.plan, episodes, self._state)
@@ -233,10 +239,10 @@ class RewardRunner:
         assert isinstance(result, worker.BatchOutcome)
         if result.problem:
             raise RewardError(f"reward {function.name!r} {result.problem}")
-        self._take_logs([result.log], [episodes])
+        self._take_logs([result.log], [episodes], aside)
         return result.outcomes
 
-    async def _call_singles(self, index: int, episodes: Sequence[Episode]) -> list[Outcome]:
+    async def _call_singles(self, index: int, episodes: Sequence[Episode], aside: RewardReport | None) -> list[Outcome]:
         function = self._functions[index]
         outcomes: list[Outcome | None] = [None] * len(episodes)
         calls: dict[int, dict[str, Any]] = {}
@@ -256,7 +262,7 @@ class RewardRunner:
                 done, logs = result
                 for position, outcome in zip(positions, done, strict=True):
                     outcomes[position] = outcome
-                self._take_logs(logs, [[episodes[position]] for position in positions])
+                self._take_logs(logs, [[episodes[position]] for position in positions], aside)
                 self._learn_speed(function.name, done)
             elif len(positions) == 1:
                 outcomes[positions[0]] = result
@@ -284,10 +290,11 @@ class RewardRunner:
         before = self._call_seconds.get(name, mean)
         self._call_seconds[name] = 0.7 * before + 0.3 * mean
 
-    def _take_logs(self, logs: Sequence[Log], episodes: Sequence[Sequence[Episode]]) -> None:
+    def _take_logs(self, logs: Sequence[Log], episodes: Sequence[Sequence[Episode]], aside: RewardReport | None) -> None:
         with self._lock:
+            report = self._report if aside is None else aside
             for log, rows in zip(logs, episodes, strict=True):
-                self._report.add_log(log, [(episode.task.index, episode.sample) for episode in rows])
+                report.add_log(log, [(episode.task.index, episode.sample) for episode in rows])
 
     async def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> Any:
         """The result, or the `Outcome` that stands for its failure."""

@@ -9,7 +9,8 @@ begins with the whole rendering as its prompt. Either way the policy is trained 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ Tools = list[dict[str, Any]] | None
 
 
 class TemplateRefuses(Exception):
-    """The chat template cannot render the conversation."""
+    """The chat template cannot render the conversation, or the tokenizer cannot encode what it renders."""
 
 
 class Dialect:
@@ -51,8 +52,17 @@ class Dialect:
         except (UnusableRow, DataError) as error:
             raise TemplateRefuses(str(error)) from error
 
+    def ids(self, text: str) -> list[int]:
+        """Raises TemplateRefuses where the tokenizer cannot encode `text`."""
+        with _refused():
+            return list(self.tokens.ids(text))
+
     def ids_from(self, text: str, position: int) -> list[int] | None:
         """Ids of ``text[position:]`` as they are within `text`; None where none spell it apart from what is before."""
+        with _refused():
+            return self._ids_from(text, position)
+
+    def _ids_from(self, text: str, position: int) -> list[int] | None:
         ids = self.tokens.ids(text)
         cut = self.tokens.cuts(text, ids, [position])[0]
         if cut is not None:
@@ -66,10 +76,20 @@ class Dialect:
 
         if not text:
             return []
-        try:
-            return self.tokens.join(before or "\n", text)[1]
-        except UnusableRow:
-            return self.tokens.ids(text)
+        with _refused():
+            try:
+                return self.tokens.join(before or "\n", text)[1]
+            except UnusableRow:
+                return list(self.tokens.ids(text))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Text that a tokenizer cannot encode costs its episode, not the run."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raise what they like: TypeError for what is no text, UnicodeEncodeError, their own
+        raise TemplateRefuses(f"the tokenizer refuses the text: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -135,7 +155,7 @@ class Conversation:
             return
         self._history += appended
         self._rendered = self._dialect().prompt(self._history, self._tools)
-        self._pending = self._dialect().tokens.ids(self._rendered)
+        self._pending = self._dialect().ids(self._rendered)
 
     def say(self, completion: Completion, said: Said, turn: int) -> None:
         """Takes the ids that the policy has sampled as its turn number `turn`, which spell `said`."""
@@ -191,7 +211,7 @@ class Conversation:
             raise refusal
         self._rendered, self._history = whole
         self._open = None
-        self._pending = list(dialect.tokens.ids(self._rendered))
+        self._pending = dialect.ids(self._rendered)
 
     def close(self, parts: Message | None, appended: Sequence[Message]) -> None:
         """Notes what the environment says to the last turn, which the policy never sees."""

@@ -11,11 +11,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from surogate_rl.errors import RunError
+from surogate_rl.plain import TooDeep, plain, plain_text
 from surogate_rl.rollouts.conversation import Conversation, Dialect, Said, TemplateRefuses
 from surogate_rl.rollouts.environments.calls import EnvironmentCalls, EnvironmentFailure
 from surogate_rl.rollouts.seeds import derive_seed
 from surogate_rl.rollouts.types import (
     Completion,
+    DepthCap,
     Engine,
     Environment,
     Episode,
@@ -44,6 +46,7 @@ class EpisodeRunner:
         limits: of an episode for which nothing else is said.
         calls: runs the environments, each call with its deadline.
         inline: environments are the project's own and never block: they are called as they are.
+        vocab: rows of the model's embedding; None: not known.
     """
 
     engine: Engine
@@ -53,6 +56,7 @@ class EpisodeRunner:
     limits: EpisodeLimits
     calls: EnvironmentCalls = field(default_factory=lambda: EnvironmentCalls(DEFAULT_TIMEOUT))
     inline: bool = False
+    vocab: int | None = None
 
     @cached_property
     def dialect(self) -> Dialect:
@@ -78,7 +82,7 @@ class EpisodeRunner:
             environment = await self._call("make", self.make_environment)
             await self._play(environment, episode, conversation, sampling, limits or self.limits)
         except (EnvironmentFailure, TemplateRefuses) as error:
-            episode.error = str(error) if isinstance(error, EnvironmentFailure) else f"environment: {error}"
+            episode.error = plain_text(str(error) if isinstance(error, EnvironmentFailure) else f"environment: {error}")
         finally:
             if environment is not None:
                 await self._close(environment, episode)
@@ -93,12 +97,14 @@ class EpisodeRunner:
             raise EnvironmentFailure("environment: reset: the episode was over before it began")
         rewards: list[float | None] = []
         while True:
-            await self._turn(episode, conversation, sampling, limits)
+            midst = await self._turn(episode, conversation, sampling, limits)
             observation = _checked("step", await self._call("step", environment.step, episode, episode.completion))
             rewards.append(observation.reward)
             episode.turn_rewards.append(observation.reward or 0.0)
             left = None if limits.max_tokens is None else limits.max_tokens - episode.sampled_tokens
-            if observation.done and observation.truncated:
+            if midst:  # whatever the environment makes of half a turn
+                episode.cut = "tokens"
+            elif observation.done and observation.truncated:
                 if episode.finish_reason != "length":
                     episode.cut = "turns"
                 else:
@@ -111,9 +117,12 @@ class EpisodeRunner:
                 episode.cut = "tokens"
             else:
                 conversation.answer(observation.turn, observation.messages)
-                if len(conversation.context) < limits.sequence_len:
+                if len(conversation.context) >= limits.sequence_len:
+                    episode.cut = "length"
+                elif limits.cap is not None and _stops_at(limits.cap, episode):
+                    episode.cut = limits.cap.unit
+                else:
                     continue
-                episode.cut = "length"
                 break
             conversation.close(observation.turn, observation.messages)
             break
@@ -124,7 +133,8 @@ class EpisodeRunner:
         given = [reward for reward in (*rewards, episode.final_reward) if reward is not None]
         episode.environment_reward = math.fsum(given) if given else None
 
-    async def _turn(self, episode: Episode, conversation: Conversation, sampling: SamplingParams, limits: EpisodeLimits) -> None:
+    async def _turn(self, episode: Episode, conversation: Conversation, sampling: SamplingParams, limits: EpisodeLimits) -> bool:
+        """Returns whether a cap on tokens stopped it in its midst."""
         context = conversation.context
         room = min(limits.max_completion_length, limits.sequence_len - len(context))
         if limits.max_tokens is not None:
@@ -134,6 +144,12 @@ class EpisodeRunner:
             if len(conversation.messages) > len(episode.task.messages or [""]):
                 raise EnvironmentFailure(f"environment: reset: a prompt of {len(context)} tokens {problem}")
             raise ValueError(f"task {episode.task.index}: its prompt of {len(context)} tokens {problem}")
+        if self.vocab is not None and max(context) >= self.vocab:  # tasks are checked before a run, so it is the environment's
+            token = self.tokenizer.convert_ids_to_tokens(max(context))
+            raise EnvironmentFailure(f"environment: its text has the token {token!r}, which the tokenizer knows and the model does not")
+        own, cap = room, limits.cap if limits.cap is not None and limits.cap.unit == "tokens" else None
+        if cap is not None and not cap.goes_on:
+            room = min(room, cap.depth - episode.sampled_tokens)
         params = replace(sampling, max_tokens=room, seed=derive_seed(episode.seed, episode.turns))
         completion = await self.engine.generate(GenerateRequest(context, params))
         said = self._said(completion, params)
@@ -142,6 +158,14 @@ class EpisodeRunner:
         episode.completion, episode.raw_completion = said.text, said.raw
         episode.finish_reason = completion.finish_reason
         episode.truncated = completion.finish_reason == "length"
+        if cap is None:
+            return False
+        # with and without going on the same: the turn was not over after the cap's last token
+        if cap.goes_on:
+            episode.reached_cap = episode.reached_cap or episode.sampled_tokens > cap.depth
+            return False
+        episode.reached_cap = room < own and completion.finish_reason == "length"
+        return episode.reached_cap
 
     def _said(self, completion: Completion, params: SamplingParams) -> Said:
         """Text is for people, rewards, environments and templates; what is trained are the ids."""
@@ -166,8 +190,15 @@ class EpisodeRunner:
         """A failure here comes after the episode, and takes nothing from it."""
         try:
             await self._call("close", environment.close)
-        except EnvironmentFailure as error:
+        except (EnvironmentFailure, RunError) as error:  # what cannot go on will say so at the next call
             logger.warning("task %d, sample %d: %s", episode.task.index, episode.sample, error)
+
+
+def _stops_at(cap: DepthCap, episode: Episode) -> bool:
+    """For an episode that would go on, the task's limits and the context allowing: whether the cap ends it. Asked only then, so that an
+    episode that ends by other means just where its cap is has not reached it, whether it was drawn to go on or not."""
+    episode.reached_cap = episode.reached_cap or episode.depth(cap.unit) >= cap.depth
+    return episode.reached_cap and not cap.goes_on
 
 
 def _checked(what: str, value: Any) -> Observation:
@@ -177,7 +208,11 @@ def _checked(what: str, value: Any) -> Observation:
     for message in [*messages, *([value.turn] if value.turn is not None else [])]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise EnvironmentFailure(f"environment: {what}: a message is {message!r:.80}, expected a dict with role and content as text")
-    return replace(value, messages=messages, reward=_reward(what, value.reward))
+    try:
+        messages, turn = plain(messages), plain(value.turn)
+    except TooDeep as error:
+        raise EnvironmentFailure(f"environment: {what}: a message: {error}") from None
+    return replace(value, messages=messages, turn=turn, reward=_reward(what, value.reward))
 
 
 def _reward(what: str, value: Any) -> float | None:

@@ -47,6 +47,10 @@ class Group:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     @property
+    def sampled_tokens(self) -> int:
+        return int(self.versions.size)
+
+    @property
     def oldest_version(self) -> int | None:
         """The lowest of them; None if nothing was sampled."""
         return int(self.versions.min()) if self.versions.size else None

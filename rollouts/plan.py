@@ -13,9 +13,10 @@ A budget is asked, in this order:
 2. ``credit(groups, rewards)`` for the groups that a step trains, before the learner sees them and before they are observed: advantages in
    place of `surogate_rl.objectives.group_advantages`. Advantages by token go into ``Segment.advantages``.
 3. ``observe(groups)`` for all groups that the step used up, in their order: those it trains and those that dynamic sampling passed over.
-4. ``metrics()`` once for each step, and ``state()`` / ``restore(state)`` with checkpoints. The state is JSON.
+4. ``metrics(seconds)`` once for each step, at its end, and ``state()`` / ``restore(state)`` with checkpoints. The state is JSON.
 
-Groups that were begun and cut because the step closed without them never reach a budget: that they were cut says how long the others took.
+Groups that are dropped because they are too old (see `stream.py`) are told to ``forget(numbers)`` instead: they are not credited and not
+observed. Groups that a step passes over while they are under way come to a later step, once, like all others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_rl.rollouts.types import EpisodeLimits, Task
+from surogate_rl.rollouts.types import DepthCap, EpisodeLimits, Task
 
 if TYPE_CHECKING:
     from surogate_rl.rollouts.manager import Group
@@ -36,13 +37,23 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class EpisodePlan:
     """Attributes:
-    limits: how far it may go; None: as far as the run's own limits.
-    depth_cap, went_on: handed on to the episode, see `Episode`.
+    limits: how far it may go, a cap on depth included; None: as far as the run's own limits.
     """
 
     limits: EpisodeLimits | None = None
-    depth_cap: int | None = None
-    went_on: bool | None = None
+
+    @property
+    def cap(self) -> DepthCap | None:
+        return None if self.limits is None else self.limits.cap
+
+    @property
+    def depth_cap(self) -> int | None:
+        """See `Episode`."""
+        return None if self.cap is None else self.cap.depth
+
+    @property
+    def went_on(self) -> bool | None:
+        return None if self.cap is None else self.cap.goes_on
 
 
 @dataclass(frozen=True)
@@ -61,16 +72,14 @@ class GroupPlan:
 
     @staticmethod
     def from_state(state: Sequence[Mapping[str, Any]]) -> GroupPlan:
-        return GroupPlan(
-            tuple(
-                EpisodePlan(
-                    None if entry["limits"] is None else EpisodeLimits(**entry["limits"]),
-                    entry["depth_cap"],
-                    entry["went_on"],
-                )
-                for entry in state
-            )
-        )
+        return GroupPlan(tuple(EpisodePlan(_limits(entry["limits"])) for entry in state))
+
+
+def _limits(state: Mapping[str, Any] | None) -> EpisodeLimits | None:
+    if state is None:
+        return None
+    cap = state["cap"]
+    return EpisodeLimits(**{**state, "cap": None if cap is None else DepthCap(**cap)})
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,13 @@ class Budget(Protocol):
         ...
 
     def observe(self, groups: Sequence[Group]) -> None: ...
-    def metrics(self) -> dict[str, float]: ...
+    def forget(self, numbers: Sequence[int]) -> None:
+        """The groups of these numbers were planned and will not come."""
+        ...
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """`seconds`: that the step took, evaluations and checkpoints left out."""
+        ...
+
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: Mapping[str, Any]) -> None: ...

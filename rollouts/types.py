@@ -106,6 +106,25 @@ class Task:
     tools: list[dict[str, Any]] | None = None
 
 
+DepthUnit = Literal["turns", "tokens"]
+
+
+@dataclass(frozen=True)
+class DepthCap:
+    """A budget's cap on an episode, see `surogate_rl.rollouts.budget`. It is no limit of the task: what the task's own limits end is over
+    with and without it.
+
+    Attributes:
+        unit: what `depth` counts: turns of the policy, or tokens that it sampled.
+        depth: after which the episode is cut, if it would go on.
+        goes_on: drawn beforehand: it is not cut, and the runner only notes that it came so far.
+    """
+
+    unit: DepthUnit
+    depth: int
+    goes_on: bool
+
+
 @dataclass(frozen=True)
 class EpisodeLimits:
     """How far an episode may go; fixed before it starts.
@@ -115,16 +134,18 @@ class EpisodeLimits:
         sequence_len: tokens of a segment, at the most: what the model's context and a micro-batch hold.
         max_turns: turns of the policy; None: no limit.
         max_tokens: sampled tokens of the whole episode; None: no limit.
+        cap: of a budget, beside these limits; None: there is none.
     """
 
     max_completion_length: int
     sequence_len: int
     max_turns: int | None = None
     max_tokens: int | None = None
+    cap: DepthCap | None = None
 
 
-Cut = Literal["turns", "tokens", "length", "straggler"]
-"""Which limit ended an episode: turns, sampled tokens, the length of a turn or of the context, or the end of the step."""
+Cut = Literal["turns", "tokens", "length"]
+"""Which limit ended an episode: turns, sampled tokens, or the length of a turn or of the context."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +176,7 @@ class Segment:
     Attributes:
         turns: for each sampled token the turn of the policy that it belongs to, counted from 0 over the whole episode.
         advantages: by token; None: the episode's scalar.
+        importance: by token, how many of its kind it stands for (more than 1 where it had a chance of not being sampled); None: all 1.
     """
 
     tokens: list[int]
@@ -163,6 +185,7 @@ class Segment:
     versions: list[int]
     turns: list[int] = field(default_factory=list)
     advantages: list[float] | None = None
+    importance: list[float] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -188,9 +211,14 @@ class Episode:
         cut: which limit ended it; None: it ended by itself.
         depth_cap: the cap on depth that was in force for it; None: none was.
         went_on: whether it had been drawn to go on past the cap; None: there was no cap.
+        reached_cap: it came to the cap and would have gone on there: none of the task's own limits and no end of its own was in the way.
+        explore, value: with which probability it was to go on past the cap, and what going on was held to be worth; None: there was no cap.
         info: counts that the environment keeps (``tool_calls``...), by name.
         rewards: by function, None where a function does not apply.
         reward: the weighted sum, or None: unscored.
+        advantage: of its tokens, up to the cap where it went on past one.
+        advantage_after_cap: of those after it; None: there are none.
+        weight: what multiplies all of its loss.
     """
 
     task: Task
@@ -209,21 +237,30 @@ class Episode:
     cut: Cut | None = None
     depth_cap: int | None = None
     went_on: bool | None = None
+    reached_cap: bool = False
+    explore: float | None = None
+    value: float | None = None
     info: dict[str, float] = field(default_factory=dict)
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     advantage: float = 0.0
+    advantage_after_cap: float | None = None
+    weight: float = 1.0
     error: str | None = None
 
     @property
     def cut_by_budget(self) -> bool:
         """Whether a cap on depth ended it, and not one of the run's own limits."""
-        return self.went_on is False and self.cut in ("turns", "tokens")
+        return self.reached_cap and self.went_on is False
 
     @property
     def sampled_tokens(self) -> int:
         """Over all turns."""
         return sum(segment.sampled.count(True) for segment in self.segments)
+
+    def depth(self, unit: DepthUnit) -> int:
+        """How far it has come."""
+        return self.turns if unit == "turns" else self.sampled_tokens
 
 
 class Environment(Protocol):

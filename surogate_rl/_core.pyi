@@ -172,6 +172,7 @@ class Generator:
     def preemptions(self) -> int: ...  # times that a running sequence had to make room and was computed again
     @property
     def cache_tokens(self) -> int: ...  # as taken: rounded up to whole blocks
+    def memory(self) -> list[tuple[str, int]]: ...
 
 def cuda_available() -> bool: ...  # whether a learner can be made with device="cuda"
 def cuda_unavailable_reason() -> str: ...  # why not, and what to do; "" if it can

@@ -165,12 +165,14 @@ class Totals:
             where TRL's would not).
         pairs: preference pairs.
         chosen_tokens: trained tokens of the chosen sequences of the pairs.
+        importance: sum of ``per_token["importance"]`` over the trained tokens; 0 where batches do not carry it.
     """
 
     tokens: int
     sequences: int
     pairs: int = 0
     chosen_tokens: int = 0
+    importance: float = 0.0
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
@@ -178,6 +180,7 @@ class Totals:
             self.sequences + other.sequences,
             self.pairs + other.pairs,
             self.chosen_tokens + other.chosen_tokens,
+            self.importance + other.importance,
         )
 
     @staticmethod
@@ -209,5 +212,10 @@ class Totals:
             if "share" in batch.per_sequence:
                 shares += float(batch.per_sequence["share"][trained > 0].sum(dtype=np.float64))
                 sequences = 0
-            total = total + Totals(int(tokens.sum()), sequences, pairs, chosen)
+            importance = batch.per_token.get("importance")
+            weighed = 0.0
+            if importance is not None:
+                kept = batch.mask & (tokens > 0)[batch.segment_of_token()]
+                weighed = float(importance[kept].sum(dtype=np.float64))
+            total = total + Totals(int(tokens.sum()), sequences, pairs, chosen, weighed)
         return total + Totals(0, round(shares))

@@ -113,7 +113,6 @@ def _run(command: Command, path: str, overrides: list[str], dry_run: bool, debug
             config: TrainConfig = load_config(path, command, overrides, planning=dry_run)
         for warning in caught:
             print_warning(str(warning.message))
-        _check_loss(config, path, overrides)
         if dry_run:
             _print_plan(config, command)
             return
@@ -129,21 +128,6 @@ def _trainer(command: Command) -> Callable[[Any], Any]:
 
     run: Callable[[Any], Any] = getattr(trainers, f"run_{command}")
     return run
-
-
-def _check_loss(config: TrainConfig, path: str, overrides: list[str]) -> None:
-    """Options that a loss does not have, with the line they stand on."""
-    from surogate_rl.config.load import at_key
-    from surogate_rl.objectives import validate_loss
-
-    loss = config.loss  # type: ignore[attr-defined]
-    try:
-        validate_loss(loss)
-    except ValueError as error:
-        key, colon, _ = str(error).partition(":")
-        known = bool(colon) and key in type(loss).model_fields
-        message = f"loss.{error}" if known else f"loss: {error}"
-        raise at_key(path, overrides, ("loss", key) if known else ("loss",), message) from None
 
 
 def _print_plan(config: TrainConfig, command: Command) -> None:

@@ -24,7 +24,6 @@ SHOWN = (
     "reward_std",
     "rewards/accuracies",
     "rewards/margins",
-    "mean_token_accuracy",
     "kl",
     "entropy",
     "completions/mean_length",
@@ -44,13 +43,11 @@ _EVALUATION_SHOWN = (
     "pass@",
     "rewards/accuracies",
     "rewards/margins",
-    "mean_token_accuracy",
     "completions/mean_length",
 )
 _SHORT = {
     "rewards/accuracies": "accuracy",
     "rewards/margins": "margin",
-    "mean_token_accuracy": "token_acc",
     "completions/mean_length": "length",
     "completions/clipped_ratio": "clipped",
     "completions/unscored": "unscored",

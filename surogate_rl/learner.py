@@ -388,12 +388,22 @@ class Learner:
 
     def iterate_state(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """The entries of :meth:`state`, one at a time, so that a checkpoint needs no second copy of them all."""
-        for info in self._tensors.values():
-            if info.trainable:
-                yield _WEIGHT + info.name, self.native.export(info.name)
-        for name, _shape in self.native.optimizer_state():
-            yield _OPTIMIZER + name, self.native.export_optimizer(name)
-        yield _COUNT, np.array([self.native.update_count], np.int64)
+        for name in self.state_layout():
+            yield name, self.state_entry(name)
+
+    def state_layout(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each entry of :meth:`state`."""
+        shapes = {_WEIGHT + info.name: info.shape for info in self._tensors.values() if info.trainable}
+        shapes |= {_OPTIMIZER + name: tuple(shape) for name, shape in self.native.optimizer_state()}
+        return {name: (shape, np.dtype(np.float32)) for name, shape in shapes.items()} | {_COUNT: ((1,), np.dtype(np.int64))}
+
+    def state_entry(self, name: str) -> NDArray[Any]:
+        """A copy of one entry of :meth:`state`."""
+        if name == _COUNT:
+            return np.array([self.native.update_count], np.int64)
+        if name.startswith(_WEIGHT):
+            return self.native.export(name.removeprefix(_WEIGHT))
+        return self.native.export_optimizer(name.removeprefix(_OPTIMIZER))
 
     def state(self) -> dict[str, NDArray[Any]]:
         """All that training changes: trainable weights or adapters, the optimiser's moments and the update count (int64 [1])."""
@@ -405,20 +415,17 @@ class Learner:
         Raises:
             ValueError: names, shapes or dtypes are not those of this learner.
         """
-        expected = {_WEIGHT + info.name: info.shape for info in self._tensors.values() if info.trainable}
-        expected |= {_OPTIMIZER + name: tuple(shape) for name, shape in self.native.optimizer_state()}
-        expected[_COUNT] = (1,)
+        expected = self.state_layout()
         missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
         if missing or unknown:
             raise ValueError(
                 f"load_state: the state belongs to another learner: {len(missing)} entries missing ({', '.join(missing[:3])}), "
                 f"{len(unknown)} unknown ({', '.join(unknown[:3])}); resume with the model and LoRA settings of the checkpoint"
             )
-        for name, shape in expected.items():
-            dtype = np.int64 if name == _COUNT else np.float32
+        for name, (shape, dtype) in expected.items():
             value = state[name]
             if tuple(value.shape) != shape or value.dtype != dtype:
-                raise ValueError(f"load_state: {name}: expected {np.dtype(dtype)} {list(shape)}, got {value.dtype} {list(value.shape)}")
+                raise ValueError(f"load_state: {name}: expected {dtype} {list(shape)}, got {value.dtype} {list(value.shape)}")
         for name, value in state.items():
             if name.startswith(_WEIGHT):
                 self.native.load(name.removeprefix(_WEIGHT), np.ascontiguousarray(value))

@@ -127,7 +127,8 @@ void bind_generator(py::module_& module) {
         .def_property_readonly(
             "preemptions",
             [](GeneratorHandle& handle) { return handle.locked([](Generator& generator) { return generator.preemptions(); }); })
-        .def_property_readonly("cache_tokens", [](GeneratorHandle& handle) { return handle.generator.options().cache_tokens; });
+        .def_property_readonly("cache_tokens", [](GeneratorHandle& handle) { return handle.generator.options().cache_tokens; })
+        .def("memory", [](GeneratorHandle& handle) { return memory_list(handle.generator.memory()); });
 }
 
 }  // namespace surogate

@@ -58,7 +58,8 @@ std::unique_ptr<Arena> take_memory(Learner& learner, const GeneratorOptions& opt
     }
     auto arena = std::make_unique<Arena>();
     lay_out(*arena, learner.spec(), learner.options().lora, options);
-    require_memory(arena->items(), 0, learner.backend(), "Lower cache_tokens, max_sequences or prefill_chunk.");
+    require_memory(arena->items(), 0, learner.backend(),
+                   "To need less: lower rollouts.kv_cache_gb (cache_tokens), rollouts.max_sequences (max_sequences) or prefill_chunk.");
     arena->allocate(learner.backend());
     return arena;
 }
@@ -77,6 +78,7 @@ struct Generator::Impl {
     Learner& learner;
     GeneratorOptions options;
     std::unique_ptr<Arena> arena;
+    std::vector<MemoryItem> items = arena->items();
     Layout layout;
     Scheduler scheduler;
 
@@ -150,5 +152,7 @@ std::int64_t Generator::preemptions() const { return impl_->scheduler.preemption
 void Generator::weights_changed() { impl_->scheduler.forget_prompts(); }
 
 const GeneratorOptions& Generator::options() const { return impl_->options; }
+
+const std::vector<MemoryItem>& Generator::memory() const { return impl_->items; }
 
 }  // namespace surogate

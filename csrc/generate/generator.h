@@ -76,6 +76,7 @@ class Generator {
     void weights_changed();
 
     const GeneratorOptions& options() const;  // with the automatic ones filled in
+    const std::vector<MemoryItem>& memory() const;
 
    private:
     struct Impl;

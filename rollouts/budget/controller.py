@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -10,16 +9,26 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_rl.rollouts.budget.credit import CreditKind, Outcome, Scale, prompt_weights, step_credits, token_advantages
+from surogate_rl.errors import InputError
+from surogate_rl.rollouts.budget.credit import (
+    CreditKind,
+    Outcome,
+    Scale,
+    past_cap,
+    prompt_weights,
+    step_credits,
+    token_advantages,
+    token_importance,
+)
 from surogate_rl.rollouts.budget.credit import EpisodePlan as DepthPlan
 from surogate_rl.rollouts.budget.depth import DepthBudget, DepthSettings, Observed
-from surogate_rl.rollouts.budget.grid import DepthGrid, DepthUnit
+from surogate_rl.rollouts.budget.grid import DepthUnit
 from surogate_rl.rollouts.budget.history import TaskHistory
 from surogate_rl.rollouts.budget.width import allocate, efficiency
 from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.plan import Credit, EpisodePlan, GroupPlan
 from surogate_rl.rollouts.seeds import derive_seed
-from surogate_rl.rollouts.types import Episode, EpisodeLimits, Task
+from surogate_rl.rollouts.types import DepthCap, EpisodeLimits, Task
 
 
 @dataclass(frozen=True)
@@ -79,11 +88,11 @@ class AdaptiveBudget:
 
     def __init__(self, settings: BudgetSettings) -> None:
         self.settings = settings
-        self.depth = DepthBudget(settings.depth, DepthGrid.of(settings.unit, settings.horizon)) if settings.depth is not None else None
+        self.depth = DepthBudget.of(settings.depth, settings.unit, settings.horizon) if settings.depth is not None else None
         self.history = TaskHistory(settings.width.discount) if settings.width is not None else None
         self._plans: dict[int, list[DepthPlan]] = {}  # of groups that have not been observed yet, by number
         self._values: dict[str, float] = {}
-        self._rate = _Rate()
+        self._tokens = 0  # of the step that was observed last
 
     # -- plans
 
@@ -92,8 +101,9 @@ class AdaptiveBudget:
         numbers = [settings.completions] * len(tasks)
         if self.history is not None and settings.width is not None:
             variances = [self.history.posterior(task.index).variance for task in tasks]
+            costs = [self.history.cost(task.index) for task in tasks]
             width = settings.width
-            numbers = allocate(variances, settings.completions * len(tasks), width.min, width.max, width.floor)
+            numbers = allocate(variances, settings.completions * len(tasks), width.min, width.max, width.floor, costs)
         if self.depth is None:
             return [GroupPlan.plain(number) for number in numbers]
         result = []
@@ -107,11 +117,7 @@ class AdaptiveBudget:
     def _episode_plan(self, plan: DepthPlan) -> EpisodePlan:
         if plan.cap is None:
             return EpisodePlan()
-        if plan.went_on:
-            return EpisodePlan(depth_cap=plan.cap, went_on=True)
-        limits = self.settings.limits
-        capped = replace(limits, max_turns=plan.cap) if plan.unit == "turns" else replace(limits, max_tokens=plan.cap)
-        return EpisodePlan(capped, depth_cap=plan.cap, went_on=False)
+        return EpisodePlan(replace(self.settings.limits, cap=DepthCap(plan.unit, plan.cap, plan.went_on)))
 
     # -- credit
 
@@ -119,7 +125,7 @@ class AdaptiveBudget:
         settings = self.settings
         outcomes = [
             [
-                Outcome(plan, reward, self._reached(episode, plan))
+                Outcome(plan, reward, episode.reached_cap)
                 for episode, plan, reward in zip(group.episodes, self._plans_of(group), own, strict=True)
             ]
             for group, own in zip(groups, rewards, strict=True)
@@ -136,9 +142,15 @@ class AdaptiveBudget:
         if self.depth is not None:
             for group, plans, own in zip(groups, map(self._plans_of, groups), credits, strict=True):
                 for episode, plan, credit in zip(group.episodes, plans, own, strict=True):
+                    if plan.cap is not None:
+                        episode.explore, episode.value = plan.explore, plan.value
+                    if episode.reached_cap and plan.went_on:
+                        episode.advantage_after_cap = credit.after
                     done = 0
                     for segment in episode.segments:
-                        segment.advantages, done = token_advantages(segment.sampled, segment.turns, plan, credit, done)
+                        past, done = past_cap(segment.sampled, segment.turns, plan, done)
+                        segment.advantages = token_advantages(past, credit)
+                        segment.importance = token_importance(past, plan, credit)
         weights: list[NDArray[np.float32]] | None = None
         trained = [[credit.trained for credit in group] for group in credits]
         if self.history is not None:
@@ -151,28 +163,12 @@ class AdaptiveBudget:
             return [DepthPlan()] * len(group.episodes)
         return self._plans[group.number]
 
-    def _reached(self, episode: Episode, plan: DepthPlan) -> bool:
-        """Whether it came to its cap and had not ended. One that goes on has more depth than the cap then; one that does not was
-        stopped by it, which for tokens may be in the midst of a turn."""
-        if plan.cap is None:
-            return False
-        depth = _depth(episode, plan.unit)
-        if plan.went_on:
-            return depth > plan.cap
-        if plan.unit == "turns":
-            return episode.cut == "turns" and depth >= plan.cap
-        if depth < plan.cap:
-            return False
-        # in the midst of a turn, unless the turn was as long as turns may be: then it has ended with or without a cap
-        midst = episode.finish_reason == "length" and _last_turn(episode) < self.settings.limits.max_completion_length
-        return midst or episode.cut == "tokens"
-
     # -- observation
 
     def observe(self, groups: Sequence[Group]) -> None:
         episodes = [episode for group in groups for episode in group.episodes]
         self._values = {}
-        self._rate.add(sum(episode.sampled_tokens for episode in episodes))
+        self._tokens = sum(episode.sampled_tokens for episode in episodes)
         if self.history is not None:
             self._observe_width(self.history, groups)
         if self.depth is not None:
@@ -180,29 +176,31 @@ class AdaptiveBudget:
                 Observed(
                     group.task.index,
                     plan,
-                    _depth(episode, plan.unit),
-                    self._reached(episode, plan),
+                    episode.depth(plan.unit),
+                    episode.reached_cap,
                     episode.reward,
                     episode.sampled_tokens,
                 )
                 for group in groups
                 for episode, plan in zip(group.episodes, self._plans_of(group), strict=True)
-                if episode.cut != "straggler"
             ]
             self._values |= self.depth.metrics(observed)
             self.depth.observe(observed)
-            # groups are used up in their order: what is older and was not used was dropped, and will not come any more
-            last = max((group.number for group in groups), default=-1)
-            self._plans = {number: plans for number, plans in self._plans.items() if number > last}
+            self.forget([group.number for group in groups])
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._plans.pop(number, None)
 
     def _observe_width(self, history: TaskHistory, groups: Sequence[Group]) -> None:
         posteriors = [history.posterior(group.task.index) for group in groups]
         numbers = [len(group.episodes) for group in groups]
+        costs = [history.cost(group.task.index) for group in groups]
         mean, strength, _ = history.population()
         self._values |= {
             "budget/width/min": float(min(numbers, default=0)),
             "budget/width/max": float(max(numbers, default=0)),
-            "budget/width/efficiency": efficiency([p.variance for p in posteriors], numbers) if numbers else 1.0,
+            "budget/width/efficiency": efficiency([p.variance for p in posteriors], numbers, costs) if numbers else 1.0,
             "budget/width/posterior_mean": float(np.mean([p.mean for p in posteriors])) if posteriors else mean,
             "budget/width/posterior_variance": float(np.mean([p.variance for p in posteriors])) if posteriors else 0.0,
             "budget/width/prior_mean": mean,
@@ -213,17 +211,18 @@ class AdaptiveBudget:
         for group in groups:
             rewards, weights = [], []
             for episode, plan in zip(group.episodes, self._plans_of(group), strict=True):
-                reached = self._reached(episode, plan)
-                if episode.reward is not None and not (reached and not plan.went_on):
+                if episode.reward is not None and not episode.cut_by_budget:
                     rewards.append(episode.reward)
-                    weights.append(1.0 / plan.explore if reached else 1.0)
+                    weights.append(1.0 / plan.explore if episode.reached_cap else 1.0)
             history.add(group.task.index, rewards, weights)
+            history.add_cost(group.task.index, [sum(len(s.tokens) for s in episode.segments) for episode in group.episodes])
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, seconds: float) -> dict[str, float]:
         values = dict(self._values)
-        seconds = self._rate.seconds_per_token()
         if self.depth is not None:
-            values["budget/depth/saved_seconds"] = values.get("budget/depth/saved_tokens", 0.0) * seconds
+            # what a token that was not sampled would have taken, learning included
+            each = seconds / self._tokens if self._tokens else 0.0
+            values["budget/depth/saved_seconds"] = values.get("budget/depth/saved_tokens", 0.0) * each
         return values
 
     # -- checkpoints
@@ -239,14 +238,11 @@ class AdaptiveBudget:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises:
-        ValueError: it is the state of other settings.
+        InputError: it is the state of other settings.
         """
         for name, part in (("depth", self.depth), ("width", self.history)):
             if (name in state) != (part is not None):
-                have, want = ("with", "without") if name in state else ("without", "with")
-                raise ValueError(
-                    f"rollouts.budget.{name}: the checkpoint is of a run {have} it, this run is one {want} it; keep it as it was"
-                )
+                raise InputError(other_budget(f"rollouts.budget.{name}", name in state))
         self._plans = {int(number): [DepthPlan(**plan) for plan in plans] for number, plans in state["plans"].items()}
         if self.depth is not None:
             self.depth.restore({name: np.array(values) for name, values in state["depth"].items()})
@@ -254,30 +250,11 @@ class AdaptiveBudget:
             self.history.restore({name: np.array(values) for name, values in state["width"].items()})
 
 
-class _Rate:
-    """Seconds of the run for each sampled token, from one step to the next: what a token that was not sampled would have taken."""
-
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._since = time.perf_counter()
-
-    def add(self, tokens: int) -> None:
-        self._tokens += tokens
-
-    def seconds_per_token(self) -> float:
-        now = time.perf_counter()
-        seconds, tokens = now - self._since, self._tokens
-        self._since, self._tokens = now, 0
-        return seconds / tokens if tokens else 0.0
-
-
-def _depth(episode: Episode, unit: DepthUnit) -> int:
-    return episode.turns if unit == "turns" else episode.sampled_tokens
-
-
-def _last_turn(episode: Episode) -> int:
-    """Sampled tokens of the last turn."""
-    return sum(segment.turns.count(episode.turns - 1) for segment in episode.segments)
+def other_budget(key: str, had: bool) -> str:
+    """Why a checkpoint of a run that `had` the budget `key`, while this run has not (or the other way round), cannot be gone on from."""
+    have, want = ("with", "without") if had else ("without", "with")
+    do = "configure it as it was" if had else "remove it"
+    return f"resume: the checkpoint is of a run {have} {key}, this run is one {want} it; {do}, or start anew in another output_dir"
 
 
 def _reward_metrics(outcomes: Sequence[Sequence[Outcome]]) -> dict[str, tuple[float, float]]:

@@ -19,6 +19,9 @@ of going on is multiplied by 1/e. And a baseline that contains the episode's own
 only scale the gradient by (n - 1)/n, as without cuts: after the cap its own share is (R - V) / (n e), so the factor becomes 1 - 1/(n e),
 which is negative when n e < 1, and differs from the factor before the cap.
 
+Terms that are no reward but a sum over tokens (the KL to the reference, the entropy bonus) have no advantage, so past the cap they
+have to be multiplied by 1/e themselves: `token_importance`.
+
 The other credits bend the gradient and are there for comparison: `value` gives every cut episode V (so that reaching the cap is worth V
 whatever led there: stalling pays), `mask` leaves cut episodes out, `zero` scores them as they stand at the cap.
 """
@@ -26,7 +29,7 @@ whatever led there: stalling pays), `mask` leaves cut episodes out, `zero` score
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -34,7 +37,7 @@ import numpy as np
 from surogate_rl.rollouts.budget.grid import DepthUnit
 
 CreditKind = Literal["unbiased", "value", "mask", "zero"]
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "batch", "advantages", "none"]
 STD_EPSILON = 1e-4
 
 
@@ -142,22 +145,29 @@ def step_credits(
     Args:
         groups: for each prompt its episodes. Numbers may differ.
         baseline: the mean over the others of the group, or of the step.
-        scale: divide by the standard deviation (n - 1) of the known rewards of the group or the step, + 1e-4. Not "none" makes the gradient
-            depend on its own noise: then it is unbiased only approximately.
+        scale: divide by the standard deviation (n - 1) of the known rewards of the group or (batch) of the step, or of the step's
+            advantages, + 1e-4. Not "none" makes the gradient depend on its own noise: then it is unbiased only approximately.
         factor: multiplies everything. (n - 1) / n with equal groups of n makes a leave-one-out advantage that of the group's mean.
 
     Groups with fewer than two known rewards, and groups in which all credits are equal, have advantages of exactly 0.
     """
     worth = [[_worth(outcome, kind) for outcome in group] for group in groups]
     everyone = [one for group in worth for one in group if one is not None]
-    spread = _std([one.known for one in everyone]) if scale == "batch" else 1.0
+    spread = _std([one.known for one in everyone]) if scale == "batch" else 0.0
     result = []
     for group in worth:
         present = [one for one in group if one is not None]
         others = everyone if baseline == "batch" else present
-        divisor = {"none": 1.0, "batch": spread + STD_EPSILON, "group": _std([one.known for one in present]) + STD_EPSILON}[scale]
+        divisor = {"batch": spread + STD_EPSILON, "group": _std([one.known for one in present]) + STD_EPSILON}.get(scale, 1.0)
         result.append(_credits(group, others, factor / divisor))
-    return result
+    return _by_own_deviation(result) if scale == "advantages" else result
+
+
+def _by_own_deviation(groups: Sequence[Sequence[Credit]]) -> list[list[Credit]]:
+    trained = [[credit.before for credit in group if credit.trained] for group in groups]
+    # alone in its group, a completion has an advantage of 0 by definition, which says nothing of how far they are apart
+    divisor = _std([value for group in trained if len(group) > 1 for value in group]) + STD_EPSILON
+    return [[replace(one, before=one.before / divisor, after=one.after / divisor) for one in group] for group in groups]
 
 
 def _credits(group: Sequence[_Worth | None], others: Sequence[_Worth], factor: float) -> list[Credit]:
@@ -197,21 +207,33 @@ def prompt_weights(trained: Sequence[int], mean: float | None = None) -> list[fl
     return [reference / number if number else 0.0 for number in trained]
 
 
-def token_advantages(
-    sampled: Sequence[bool], turns: Sequence[int], plan: EpisodePlan, credit: Credit, tokens_before: int = 0
-) -> tuple[list[float], int]:
-    """Advantage of every token of one segment (0 where the policy did not sample), and the episode's sampled tokens up to its end.
+def past_cap(sampled: Sequence[bool], turns: Sequence[int], plan: EpisodePlan, tokens_before: int = 0) -> tuple[list[bool | None], int]:
+    """Of every token of one segment whether it lies past the cap (None where the policy did not sample), and the episode's sampled tokens
+    up to its end.
 
     Args:
         turns: turn of each sampled token, from 0.
         tokens_before: sampled tokens of the episode's earlier segments.
     """
-    values, count = [], tokens_before
+    past: list[bool | None] = []
+    count = tokens_before
     for mine, turn in zip(sampled, turns, strict=True):
         if not mine:
-            values.append(0.0)
+            past.append(None)
             continue
         depth = turn + 1 if plan.unit == "turns" else count + 1
-        values.append(credit.after if plan.cap is not None and depth > plan.cap else credit.before)
+        past.append(plan.cap is not None and depth > plan.cap)
         count += 1
-    return values, count
+    return past, count
+
+
+def token_advantages(past: Sequence[bool | None], credit: Credit) -> list[float]:
+    """Of every token of a segment; 0 where the policy did not sample."""
+    return [0.0 if after is None else credit.after if after else credit.before for after in past]
+
+
+def token_importance(past: Sequence[bool | None], plan: EpisodePlan, credit: Credit) -> list[float]:
+    """How many of its kind each token stands for: 1, but 1/e past the cap, where it is there with probability e. Whatever is summed over
+    tokens (a KL to the reference, an entropy) is then in expectation what it is without a cap. In advantages 1/e is contained already.
+    0 for an episode that takes no part, and where the policy did not sample."""
+    return [0.0 if after is None or not credit.trained else 1.0 / plan.explore if after else 1.0 for after in past]

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surogate_rl.errors import InputError
 from surogate_rl.rollouts.budget.cap import UNCAPPED, CapRule, Choice, choose_caps
 from surogate_rl.rollouts.budget.credit import NO_CAP, EpisodePlan
-from surogate_rl.rollouts.budget.grid import DepthGrid
+from surogate_rl.rollouts.budget.grid import DepthGrid, DepthUnit
 from surogate_rl.rollouts.budget.history import TaskHistory
 from surogate_rl.rollouts.budget.incidence import DepthLaw, Incidence
 from surogate_rl.rollouts.seeds import derive_seed
@@ -25,7 +26,7 @@ SLOPE_PRIOR_WEIGHT = 0.5
 class DepthSettings:
     """Attributes:
     coverage: share of eventual success that a cap must reach.
-    min, max: bounds of the cap in depth units; None: 1 and the horizon (which is no cap).
+    min, max: bounds of the cap in depth units; None: 1 and the horizon (which is no cap). Without enough evidence there is no cap at all.
     explore: probability of going on past the cap, or None: chosen, at least `min_explore`.
     memory: steps over which what was seen fades to 1/e.
     buckets: classes of difficulty, by the tasks' past success; tasks never seen before have one of their own.
@@ -75,6 +76,24 @@ class DepthBudget:
         self._size = np.zeros(2)  # tokens, depth
         self._choose()
 
+    @staticmethod
+    def of(settings: DepthSettings, unit: DepthUnit, horizon: int) -> DepthBudget:
+        """Over a grid on which the settings' bounds lie.
+
+        Args:
+            horizon: depth of an episode without a budget, at the most.
+
+        Raises:
+            InputError: the least cap is the horizon or more: no episode would ever come to one.
+        """
+        if settings.min is not None and settings.min >= horizon:
+            raise InputError(
+                f"rollouts.budget.depth.min: episodes have at most {horizon} {unit} anyway, so that a cap of {settings.min} or more would "
+                "never cut one; lower it"
+            )
+        bounds = [bound for bound in (settings.min, settings.max) if bound is not None]
+        return DepthBudget(settings, DepthGrid.of(unit, horizon, bounds=bounds))
+
     # -- before a step
 
     def plan(self, task: int, seed: int) -> EpisodePlan:
@@ -120,8 +139,7 @@ class DepthBudget:
     # -- after a step
 
     def observe(self, episodes: Sequence[Observed]) -> None:
-        """Takes in a step's episodes and chooses anew for the next one. Those cut as stragglers are not to be given: who is late is not
-        independent of how deep an episode would have gone."""
+        """Takes in a step's episodes and chooses anew for the next one."""
         keep = float(np.exp(-1.0 / self.settings.memory))
         for law in self.laws:
             law.forget(keep)
@@ -210,21 +228,47 @@ class DepthBudget:
         }
         if self.grid.unit == "turns":
             values["budget/depth/saved_tokens"] = saved * self.tokens_per_depth
+        return values | self._bucket_metrics(episodes)
+
+    def _bucket_metrics(self, episodes: Sequence[Observed]) -> dict[str, float]:
+        """What was decided for the episodes of each bucket that has any."""
+        values: dict[str, float] = {}
+        for bucket in sorted({episode.plan.bucket for episode in episodes}):
+            plans = [episode.plan for episode in episodes if episode.plan.bucket == bucket]
+            capped = [plan for plan in plans if plan.cap is not None]
+            name = f"budget/depth/bucket{bucket}"
+            values |= {
+                f"{name}/episodes": float(len(plans)),
+                f"{name}/cap": float(np.mean([plan.cap if plan.cap is not None else self.grid.horizon for plan in plans])),
+                f"{name}/explore": float(np.mean([plan.explore for plan in capped])) if capped else 1.0,
+                f"{name}/value": float(np.mean([plan.value for plan in capped])) if capped else 0.0,
+                f"{name}/coverage": self.choices[bucket].coverage,
+            }
         return values
 
     def state(self) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {"slope": self._slope.copy(), "size": self._size.copy()}
+        arrays |= {"unit": np.array([self.grid.unit]), "edges": np.array(self.grid.edges, dtype=np.int64)}
         for number, law in enumerate(self.laws):
             arrays |= {f"law{number}/{name}": values for name, values in law.state().items()}
         return arrays | {f"history/{name}": values for name, values in self.history.state().items()}
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Raises:
-        ValueError: the state is of another grid or another number of buckets.
+        InputError: the state is of another grid or another number of buckets.
         """
+        unit, edges = str(state["unit"][0]), [int(edge) for edge in state["edges"]]
+        if unit != self.grid.unit or edges != list(self.grid.edges):
+            had, has = f"{edges[-1]} {unit}", f"{self.grid.horizon} {self.grid.unit}"
+            what = "within other bounds (min, max)" if had == has else f"up to {had}, this run up to {has}"
+            raise InputError(
+                f"rollouts.budget.depth: the checkpoint counts depth {what}, and what it has seen does not carry over; keep "
+                "rollouts.budget.depth.unit, min and max, environment.max_turns, rollouts.max_completion_length and sequence_len as they "
+                "were, or start anew in another output_dir"
+            )
         numbers = {name.split("/")[0] for name in state if name.startswith("law")}
         if len(numbers) != len(self.laws):
-            raise ValueError(
+            raise InputError(
                 f"rollouts.budget.depth.buckets: the checkpoint has {len(numbers) - 1}, this run {len(self.laws) - 1}; keep it as it was"
             )
         self._slope, self._size = np.array(state["slope"], dtype=np.float64), np.array(state["size"], dtype=np.float64)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-DepthUnit = Literal["turns", "tokens"]
+from surogate_rl.rollouts.types import DepthUnit as DepthUnit
 
 TOKEN_CELLS = 64
-"""Cells of a grid over tokens, at the most. Caps lie on their edges."""
+"""Cells of equal width of a grid over tokens, at the most. Caps lie on their edges."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,11 @@ class DepthGrid:
     edges: tuple[int, ...]
 
     @staticmethod
-    def of(unit: DepthUnit, horizon: int, cells: int = TOKEN_CELLS) -> DepthGrid:
+    def of(unit: DepthUnit, horizon: int, cells: int = TOKEN_CELLS, bounds: Sequence[int] = ()) -> DepthGrid:
         """Every turn is a cell of its own; tokens share at most `cells` of equal width.
+
+        Args:
+            bounds: depths at which a cell ends whatever their width, so that a cap can lie just there; those past the horizon are ignored.
 
         Raises:
             ValueError: a horizon of less than one.
@@ -38,7 +40,8 @@ class DepthGrid:
             raise ValueError(f"depth budget: the horizon is {horizon} {unit}, expected at least 1")
         if unit == "turns" or horizon <= cells:
             return DepthGrid(unit, tuple(range(1, horizon + 1)))
-        return DepthGrid(unit, tuple(round(horizon * cell / cells) for cell in range(1, cells + 1)))
+        edges = {round(horizon * cell / cells) for cell in range(1, cells + 1)} | {bound for bound in bounds if 1 <= bound < horizon}
+        return DepthGrid(unit, tuple(sorted(edges)))
 
     @property
     def cells(self) -> int:

@@ -11,6 +11,8 @@ far from the population's mean would count as noisy, however equal its own rewar
 
 A visit multiplies all that the task's earlier visits said by `discount`: the policy has moved since. Episodes that a depth budget cut
 have no reward; those that went on past the cap stand for them with weight 1/e, so counts are those of uncapped episodes in expectation.
+
+What a completion costs, in tokens as played, is the discounted mean of past visits, with one visit at the population's mean as its prior.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class TaskHistory:
         self.discount = discount
         self.keep = keep
         self._tasks: dict[int, NDArray[np.float64]] = {}  # weight, sum of rewards, sum of squares
+        self._costs: dict[int, NDArray[np.float64]] = {}  # visits, sum of their mean tokens
+        self._cost_population = np.zeros(2)
         self._population = np.zeros(4)  # weight, sum of means, sum of p^2 estimates, sum of variances within groups
         self.graded = False
         self._prior: tuple[float, float, float] | None = None
@@ -63,7 +67,23 @@ class TaskHistory:
     def forget(self) -> None:
         """Once per step: lets the population's moments fade."""
         self._population *= self.keep
+        self._cost_population *= self.keep
         self._prior = None
+
+    def add_cost(self, task: int, tokens: Sequence[int]) -> None:
+        """One visit of a task: the tokens of each of its episodes, cut ones included."""
+        if tokens:
+            visit = np.array([1.0, sum(tokens) / len(tokens)])
+            self._costs[task] = self.discount * self._costs.get(task, np.zeros(2)) + visit
+            self._cost_population += visit
+
+    def cost(self, task: int) -> float:
+        """Expected tokens of one completion of the task, at least 1; 1 for all before anything was seen."""
+        visits, total = self._cost_population
+        if visits <= 0:
+            return 1.0
+        own = self._costs.get(task, np.zeros(2))
+        return max(float((total / visits + own[1]) / (1.0 + own[0])), 1.0)
 
     def add(self, task: int, rewards: Sequence[float], weights: Sequence[float]) -> None:
         """One visit of a task: its observed rewards, each with the number of episodes that it stands for."""
@@ -117,8 +137,11 @@ class TaskHistory:
         return Posterior((strength * mean + total) / (strength + weight), scale / (shape - 1), weight)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        tasks = sorted(self._tasks)
+        tasks, priced = sorted(self._tasks), sorted(self._costs)
         return {
+            "priced": np.array(priced, dtype=np.int64),
+            "costs": np.array([self._costs[task] for task in priced], dtype=np.float64).reshape(-1, 2),
+            "cost_population": self._cost_population.copy(),
             "tasks": np.array(tasks, dtype=np.int64),
             "sums": np.array([self._tasks[task] for task in tasks], dtype=np.float64).reshape(-1, 3),
             "population": self._population.copy(),
@@ -128,6 +151,9 @@ class TaskHistory:
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         sums = np.asarray(state["sums"], dtype=np.float64).reshape(-1, 3)
         self._tasks = {int(task): row.copy() for task, row in zip(state["tasks"], sums, strict=True)}
+        costs = np.asarray(state["costs"], dtype=np.float64).reshape(-1, 2)
+        self._costs = {int(task): row.copy() for task, row in zip(state["priced"], costs, strict=True)}
+        self._cost_population = np.array(state["cost_population"], dtype=np.float64)
         self._population = np.array(state["population"], dtype=np.float64)
         self.graded = bool(state["graded"][0])
         self._prior = None

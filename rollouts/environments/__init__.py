@@ -42,6 +42,7 @@ class Environments:
         several_turns: an episode may have more than one.
         timeout: seconds for one call.
         max_turns: of an episode; None: no limit.
+        name: as configured.
     """
 
     make: Callable[[], Environment]
@@ -52,6 +53,7 @@ class Environments:
     several_turns: bool = True
     timeout: float = 60.0
     max_turns: int | None = None
+    name: str = ""
 
     def check_columns(self, tasks: Iterable[Task]) -> None:
         """Refuses tasks without the columns that the environment asks for; call it before the run.

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from surogate_rl.plain import plain
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
 
@@ -102,7 +104,7 @@ def _from_xml(function: re.Match[str], schemas: Schemas) -> ToolCall:
         key, value = parameter.group(1), parameter.group(2).strip("\n")
         if properties.get(key, {}).get("type") != "string":
             try:
-                arguments[key] = json.loads(value)
+                arguments[key] = plain(json.loads(value))
                 continue
             except (ValueError, RecursionError):
                 pass  # it is text, whatever it should have been; the tool will say so
@@ -189,7 +191,7 @@ def _from_value(value: Any) -> Iterator[ToolCall]:
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
+                arguments = plain(json.loads(arguments))
         if isinstance(arguments, dict):
             yield ToolCall(call["name"], arguments)
         else:
@@ -210,7 +212,8 @@ def _looks_like_call(text: str) -> bool:
 
 
 def _json_values(text: str) -> tuple[list[Any], str]:
-    """JSON values one after the other, divided by white space or ``;``, and what follows the last of them that can be read."""
+    """JSON values one after the other, divided by white space or ``;``, and what follows the last of them that can be read. Lone
+    surrogates in them are replaced, and what is nested beyond reason cannot be read."""
     decoder = json.JSONDecoder(strict=False)
     values: list[Any] = []
     position = 0
@@ -220,10 +223,11 @@ def _json_values(text: str) -> tuple[list[Any], str]:
         if position >= len(text):
             return values, ""
         try:
-            value, position = decoder.raw_decode(text, position)
+            value, end = decoder.raw_decode(text, position)
+            values.append(plain(value))
         except (ValueError, RecursionError):
             return values, text[position:]
-        values.append(value)
+        position = end
 
 
 def _broken(text: str) -> ToolCall:

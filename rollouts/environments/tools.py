@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from surogate_rl.plain import plain_text
 from surogate_rl.rewards.pool import WorkerDied, WorkerPool, WorkerTimeout
 from surogate_rl.rewards.worker import FileSource
 from surogate_rl.rollouts.environments import tool_worker
@@ -94,6 +95,7 @@ class Toolbox:
             WorkersUnavailable: processes cannot be started any more.
         """
         text, failed = await self._run(call)
+        text = plain_text(text)
         limit = self._options.max_result_length
         if len(text) > limit:
             text = f"{text[:limit]}... ({len(text) - limit} more characters)"

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
+from surogate_rl.checkpoint.arrays import ArrayFile, Saved, write_arrays
 from surogate_rl.errors import RunError
 
 MANIFEST = "manifest.json"
@@ -34,12 +32,12 @@ class CheckpointError(RunError):
 class Checkpoint:
     """Attributes:
     step: steps done when it was taken.
-    arrays: weights, optimiser moments and whatever else is an array, by name.
+    arrays: weights, optimiser moments and whatever else is an array, by name; each is read when it is asked for.
     state: everything else, JSON.
     """
 
     step: int
-    arrays: dict[str, NDArray[Any]]
+    arrays: Mapping[str, NDArray[Any]]
     state: dict[str, Any]
 
 
@@ -48,16 +46,14 @@ class CheckpointStore:
         self.directory = directory
         self.keep = keep
 
-    def save(self, step: int, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint aside, syncs it, reads it back against its hashes, renames it, then drops the oldest beyond `keep`.
+    def save(self, step: int, arrays: Mapping[str, Saved], state: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint aside, syncs it, reads it back against its hashes, renames it, then drops the oldest beyond `keep`. At most
+        one of the arrays that are lazy is in memory.
 
         Raises:
             CheckpointError: an array is not finite, the disk has too little room or fails, or what was written reads back differently.
                 Earlier checkpoints stay as they are.
         """
-        for name, array in arrays.items():
-            if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-                raise CheckpointError(f"checkpoint of step {step}: {name} holds values that are not finite; nothing was written")
         self.directory.mkdir(parents=True, exist_ok=True)
         self._require_room(step, sum(array.nbytes for array in arrays.values()))
         final = self.directory / f"{_PREFIX}{step:08d}"
@@ -68,7 +64,10 @@ class CheckpointStore:
                 shutil.rmtree(final)
             os.rename(aside, final)
             _sync(self.directory)
-        except (OSError, SafetensorError) as error:
+        except ValueError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(f"checkpoint of step {step}: {error}; nothing was written") from error
+        except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint of step {step}: {self.directory} cannot be written to: {error}; earlier checkpoints are untouched"
@@ -78,10 +77,10 @@ class CheckpointStore:
         return final
 
     @staticmethod
-    def _write(aside: Path, step: int, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
+    def _write(aside: Path, step: int, arrays: Mapping[str, Saved], state: Mapping[str, Any]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, str(aside / ARRAYS))
+        write_arrays(aside / ARRAYS, arrays)
         (aside / STATE).write_text(json.dumps(dict(state), indent=1, sort_keys=True), encoding="utf-8")
         files = {name: _describe(aside / name) for name in (ARRAYS, STATE)}
         (aside / MANIFEST).write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1), encoding="utf-8")
@@ -126,7 +125,7 @@ class CheckpointStore:
         CheckpointError: something is missing, or differs from the manifest's size or hash.
         """
         manifest = CheckpointStore._verify(path)
-        return Checkpoint(manifest["step"], load_file(str(path / ARRAYS)), json.loads((path / STATE).read_text(encoding="utf-8")))
+        return Checkpoint(manifest["step"], ArrayFile(path / ARRAYS), json.loads((path / STATE).read_text(encoding="utf-8")))
 
     @staticmethod
     def _verify(path: Path) -> dict[str, Any]:

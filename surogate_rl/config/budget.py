@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from surogate_rl.config.errors import KeyPath, Problem
+from surogate_rl.config.loss import SEQUENCE_RATIO_LOSSES, is_user_objective
 from surogate_rl.config.schema import DepthBudgetConfig, GrpoConfig, WidthBudgetConfig
 
 _DEPTH: KeyPath = ("rollouts", "budget", "depth")
 _WIDTH: KeyPath = ("rollouts", "budget", "width")
 _LOSS: KeyPath = ("loss", "loss_type")
-_SEQUENCE_LOSSES = ("gspo", "rloo")
 
 
 def budget_problems(config: GrpoConfig) -> Iterator[Problem]:
@@ -33,6 +33,11 @@ def budget_notes(config: GrpoConfig) -> Iterator[Problem]:
             "unbiased does not",
             (*_DEPTH, "credit"),
         )
+    if depth is not None and depth.max is not None and depth.max >= _horizon(config, depth)[0]:
+        horizon, unit = _horizon(config, depth)
+        yield Problem(
+            f"rollouts.budget.depth.max: {depth.max} has no effect, episodes have at most {horizon} {unit} anyway", (*_DEPTH, "max")
+        )
     if loss.scale_rewards != "none" and not (loss.scale_rewards is None and loss.loss_type == "rloo"):
         scale = loss.scale_rewards or ("batch" if loss.loss_type == "reinforce_plus_plus" else "group")
         yield Problem(
@@ -53,14 +58,14 @@ def budget_notes(config: GrpoConfig) -> Iterator[Problem]:
 
 def _depth_problems(config: GrpoConfig, depth: DepthBudgetConfig) -> Iterator[Problem]:
     rollouts, loss = config.rollouts, config.loss
-    if loss.loss_type in _SEQUENCE_LOSSES:
+    if loss.loss_type in SEQUENCE_RATIO_LOSSES:
         yield Problem(
             f"rollouts.budget.depth: {loss.loss_type} has one advantage for a whole completion, and tokens before and after a cap need "
             "two; use loss_type: dr_grpo",
             _DEPTH,
             (_LOSS,),
         )
-    elif ":" in loss.loss_type:
+    elif is_user_objective(loss.loss_type):
         yield Problem(
             "rollouts.budget.depth: your own objective has one advantage for a whole completion, and tokens before and after a cap need "
             "two; use loss_type: dr_grpo",
@@ -95,6 +100,21 @@ def _depth_problems(config: GrpoConfig, depth: DepthBudgetConfig) -> Iterator[Pr
             (*_DEPTH, "min"),
             ((*_DEPTH, "max"),),
         )
+    horizon, unit = _horizon(config, depth)
+    if depth.min is not None and depth.min >= horizon > 1:
+        yield Problem(
+            f"rollouts.budget.depth.min: episodes have at most {horizon} {unit} anyway, so that a cap of {depth.min} or more would never "
+            "cut one; lower it",
+            (*_DEPTH, "min"),
+        )
+
+
+def _horizon(config: GrpoConfig, depth: DepthBudgetConfig) -> tuple[int, str]:
+    """Depth of an episode without a budget, at the most (a model with a shorter context has less), and its unit."""
+    turns = config.environment.turns
+    if depth.unit == "turns" or (depth.unit == "auto" and turns > 1):
+        return turns, "turns"
+    return min(config.rollouts.max_completion_length * turns, config.sequence_len), "tokens"
 
 
 def _width_problems(config: GrpoConfig, width: WidthBudgetConfig) -> Iterator[Problem]:
@@ -125,7 +145,7 @@ def _width_problems(config: GrpoConfig, width: WidthBudgetConfig) -> Iterator[Pr
             _WIDTH,
             (_LOSS,),
         )
-    if ":" in config.loss.loss_type:
+    if is_user_objective(config.loss.loss_type):
         yield Problem(
             "rollouts.budget.width: your own objective may not weigh completions, as numbers that differ by prompt need; use dr_grpo",
             _WIDTH,

@@ -130,20 +130,6 @@ def parse_config(
     return _check(source, command, overrides, None, rewards_given, planning)
 
 
-def at_key(path: str | os.PathLike[str], overrides: Sequence[str], key: KeyPath, message: str) -> ConfigError:
-    """An error about one key that was found after loading, with its file and line or its ``--set``."""
-    name = os.fspath(path)
-    source = parse(_read(name))
-    _expand_shorthands(source.data, "grpo")
-    applied: list[tuple[KeyPath, str]] = []
-    for text in overrides:
-        where, value = set_.split(text)
-        set_.apply(source.data, where, value, text)
-        _expand_shorthands(source.data, "grpo")
-        applied.append((where, text))
-    return ConfigError([_located(name, Problem(message, key), source, applied)])
-
-
 def _read(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8-sig")

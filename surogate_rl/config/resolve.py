@@ -11,6 +11,7 @@ from surogate_rl.config.budget import budget_notes, budget_problems
 from surogate_rl.config.devices import chosen_device, chosen_engine, chosen_recipe, cuda_unavailable_reason, samples
 from surogate_rl.config.errors import KeyPath, Problem, path_text
 from surogate_rl.config.explain import nearest
+from surogate_rl.config.loss import SEQUENCE_RATIO_LOSSES, is_user_objective, loss_problems
 from surogate_rl.config.paths import WHERE
 from surogate_rl.config.schema import (
     Command,
@@ -30,14 +31,8 @@ from surogate_rl.config.schema import (
 from surogate_rl.config.vllm import idle_vllm, resolve_vllm, vllm_problems
 from surogate_rl.config.yaml_source import dump
 
-LOSS_TYPES: dict[Command, tuple[str, ...]] = {
-    "sft": ("nll",),
-    "dpo": ("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm"),
-    "grpo": ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "reinforce_plus_plus"),
-}
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 DEFAULT_EVAL_COMPLETION = 256
-DEFAULT_MAX_TURNS = 10
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -48,7 +43,7 @@ def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool 
         *_device_problems(config, planning),
         *_training_problems(config),
         *_lora_problems(config),
-        *_loss_type_problems(config, command),
+        *_loss_problems(config),
     ]
     if config.eval is not None:
         problems.extend(_eval_problems(config, config.eval))
@@ -56,7 +51,6 @@ def find_problems(config: TrainConfig, command: Command, *, rewards_given: bool 
         problems.append(Problem(f"packing: {command} always packs; remove this key", ("packing",)))
     if isinstance(config, GrpoConfig):
         problems.extend(_rollout_problems(config))
-        problems.extend(_policy_loss_problems(config.loss))
         problems.extend(_grpo_problems(config, rewards_given))
         problems.extend(vllm_problems(config, planning))
     return problems
@@ -125,26 +119,11 @@ def _lora_problems(config: TrainConfig) -> Iterator[Problem]:
                 yield Problem(f"{path_text(path)}: '{module}' is in the list twice; remove one", path)
 
 
-def _loss_type_problems(config: TrainConfig, command: Command) -> Iterator[Problem]:
+def _loss_problems(config: TrainConfig) -> Iterator[Problem]:
     assert isinstance(config, SftConfig | DpoConfig | GrpoConfig)
-    loss_type, path = config.loss.loss_type, ("loss", "loss_type")
-    if ":" in loss_type or loss_type.endswith(".py"):
-        yield from _function_problems(loss_type, path)
-        return
-    if loss_type not in LOSS_TYPES[command]:
-        owner = next((other for other, types in LOSS_TYPES.items() if loss_type in types), None)
-        close = nearest(loss_type, LOSS_TYPES[command])
-        if owner is not None:
-            what, hint = f"'{loss_type}' is a loss of {owner}, not of {command}", f"choose from {', '.join(LOSS_TYPES[command])}"
-        else:
-            what = f"unknown loss '{loss_type}'"
-            hint = f"did you mean '{close}'?" if close else f"choose from {', '.join(LOSS_TYPES[command])}, or write path/file.py:function"
-        yield Problem(f"loss.loss_type: {what}; {hint}", path)
-    if config.loss.args and loss_type in LOSS_TYPES[command]:
-        yield Problem(
-            f"loss.args: {loss_type} takes no arguments of its own; they are for an objective of yours (path/file.py:function)",
-            ("loss", "args"),
-        )
+    if is_user_objective(config.loss.loss_type):
+        yield from _function_problems(config.loss.loss_type, ("loss", "loss_type"))
+    yield from loss_problems(config.loss)
 
 
 def _function_problems(name: str, path: KeyPath) -> Iterator[Problem]:
@@ -196,9 +175,10 @@ def _sampling_problems(sampling: SamplingConfig) -> Iterator[Problem]:
 def _rollout_problems(config: GrpoConfig) -> Iterator[Problem]:
     rollouts, loss = config.rollouts, config.loss
     yield from _sampling_problems(rollouts)
-    if rollouts.num_generations == 1 and loss.loss_type != "reinforce_plus_plus" and ":" not in loss.loss_type:
+    if rollouts.num_generations == 1 and loss.loss_type != "reinforce_plus_plus":
+        learner = "your own objective" if is_user_objective(loss.loss_type) else loss.loss_type
         yield Problem(
-            f"rollouts.num_generations: a group of one has no baseline, {loss.loss_type} learns nothing from it; "
+            f"rollouts.num_generations: a group of one has no baseline, {learner} learns nothing from it; "
             "set it to 2 or more, or loss: reinforce_plus_plus, whose baseline is the batch's",
             ("rollouts", "num_generations"),
             (("loss", "loss_type"),),
@@ -226,6 +206,22 @@ def _stream_problems(config: GrpoConfig) -> Iterator[Problem]:
     """Groups that are sampled ahead, and groups that are passed over."""
     rollouts, loss, dynamic = config.rollouts, config.loss, config.rollouts.dynamic_sampling
     key: KeyPath = ("rollouts", "oversample")
+    if rollouts.stragglers == "carry_over" and (rollouts.max_staleness == 0 or rollouts.oversample == 0):
+        yield Problem(
+            f"rollouts.stragglers: carry_over leaves groups that are under way to the next step, whose weights are a version newer, and "
+            f"needs others in their place; set max_staleness (now {rollouts.max_staleness}) and oversample (now {rollouts.oversample}) to "
+            "1 or more, or stragglers: wait",
+            ("rollouts", "stragglers"),
+            (("rollouts", "max_staleness"), key),
+        )
+    elif rollouts.stragglers == "carry_over" and rollouts.max_staleness == 1 and rollouts.oversample >= rollouts.prompts_per_step:
+        yield Problem(
+            f"rollouts.stragglers: {rollouts.oversample} groups carried over would take all {rollouts.prompts_per_step} places of the next "
+            "step, and with max_staleness 1 it would have to wait for each of them; set oversample below prompts_per_step (about as many "
+            "groups of a step as are slow), or max_staleness to 2",
+            ("rollouts", "stragglers"),
+            (key, ("rollouts", "prompts_per_step"), ("rollouts", "max_staleness")),
+        )
     if rollouts.max_staleness > 0 and rollouts.oversample > rollouts.prompts_per_step:
         yield Problem(
             f"rollouts.oversample: with {rollouts.oversample} groups beyond a step's {rollouts.prompts_per_step} the last ones would be "
@@ -284,28 +280,6 @@ def _length_problems(config: GrpoConfig) -> Iterator[Problem]:
         )
 
 
-def _policy_loss_problems(loss: PolicyLossConfig) -> Iterator[Problem]:
-    upper = loss.epsilon if loss.epsilon_high is None else loss.epsilon_high
-    if loss.delta is not None and loss.delta <= 1 + upper:
-        yield Problem(
-            f"loss.delta: {loss.delta:g} must be greater than 1 + epsilon_high ({1 + upper:g}), or it cuts below the clip; raise it",
-            ("loss", "delta"),
-            (("loss", "epsilon_high"), ("loss", "epsilon")),
-        )
-    if loss.sync_ref_model and loss.beta == 0:
-        yield Problem(
-            "loss.sync_ref_model: there is no reference while loss.beta is 0; set beta above 0 or sync_ref_model: false",
-            ("loss", "sync_ref_model"),
-            (("loss", "beta"),),
-        )
-    if loss.mismatch_floor >= loss.mismatch_cap:
-        yield Problem(
-            f"loss.mismatch_floor: {loss.mismatch_floor:g} must be less than mismatch_cap ({loss.mismatch_cap:g}); lower it",
-            ("loss", "mismatch_floor"),
-            (("loss", "mismatch_cap"),),
-        )
-
-
 def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]:
     yield from _environment_problems(config.environment)
     rewarding = _rewards_itself(config.environment)
@@ -314,7 +288,14 @@ def _grpo_problems(config: GrpoConfig, rewards_given: bool) -> Iterator[Problem]
     yield from _reward_problems(config.rewards, ("rewards",))
     if config.rewards and not rewards_given and not rewarding and all(reward.weight == 0 for reward in config.rewards):
         yield Problem("rewards: every weight is 0, there is nothing to learn from; give one a weight", ("rewards",))
-    if config.environment.turn_credit != "none" and config.loss.loss_type in ("gspo", "rloo"):
+    if config.lora and config.loss.sync_ref_model:
+        yield Problem(
+            "loss.sync_ref_model: with lora: true the reference is the adapter that the run starts from, which stays as it is; "
+            "set sync_ref_model: false, or train all weights (lora: false)",
+            ("loss", "sync_ref_model"),
+            (("lora",),),
+        )
+    if config.environment.turn_credit != "none" and config.loss.loss_type in SEQUENCE_RATIO_LOSSES:
         yield Problem(
             f"environment.turn_credit: {config.environment.turn_credit} gives tokens advantages of their own, but {config.loss.loss_type} "
             "has one ratio and one advantage for the whole sequence; set it to none, or use another loss such as grpo or dr_grpo",
@@ -447,11 +428,9 @@ def _idle_grpo(config: GrpoConfig, idle: Callable[..., None]) -> None:
     if environment.name in ("single_turn", "tools"):
         idle(environment, EnvironmentConfig(), ("weight",), f"{environment.name} gives no reward of its own", ("environment",))
     idle_vllm(config, idle)
-    if config.loss.mismatch == "none" or (
-        config.loss.mismatch == "auto" and chosen_engine(config) == "native" and rollouts.max_staleness == 0
-    ):
-        because = "none" if config.loss.mismatch == "none" else "auto: the native engine needs none while max_staleness is 0"
-        idle(config.loss, PolicyLossConfig(), ("mismatch_cap", "mismatch_floor"), f"loss.mismatch is {because}", ("loss",))
+    if config.loss.mismatch == "auto" and chosen_engine(config) == "native" and rollouts.max_staleness == 0:
+        because = "loss.mismatch is auto: the native engine needs none while max_staleness is 0"
+        idle(config.loss, PolicyLossConfig(), ("mismatch_cap", "mismatch_floor"), because, ("loss",))
     budget = rollouts.budget
     if budget.depth is not None and budget.depth.explore != "auto":
         idle(budget.depth, DepthBudgetConfig(), ("min_explore",), "explore is given", ("rollouts", "budget", "depth"))
@@ -483,7 +462,7 @@ def resolve(config: Config) -> Config:
     if isinstance(config, GrpoConfig):
         rollouts = config.rollouts
         room = config.sequence_len - rollouts.max_completion_length
-        turns = config.environment.max_turns or (1 if config.environment.name == "single_turn" else DEFAULT_MAX_TURNS)
+        turns = config.environment.turns
         update["environment"] = config.environment.model_copy(update={"max_turns": turns})
         update["rollouts"] = rollouts.model_copy(
             update={
@@ -493,15 +472,18 @@ def resolve(config: Config) -> Config:
             }
         )
         if evaluation is not None:
+            # `eval.rewards` stays empty where none are named: then the training's own are used, those given from Python among them
             update["eval"] = evaluation.model_copy(
                 update={
-                    "rewards": evaluation.rewards or config.rewards,
+                    "stop": rollouts.stop if evaluation.stop is None else evaluation.stop,
                     "max_completion_length": evaluation.max_completion_length or rollouts.max_completion_length,
                 }
             )
-    elif evaluation is not None and evaluation.rewards and evaluation.max_completion_length is None:
+    elif evaluation is not None and evaluation.rewards:
         length = min(DEFAULT_EVAL_COMPLETION, max(1, config.sequence_len // 2))
-        update["eval"] = evaluation.model_copy(update={"max_completion_length": length})
+        update["eval"] = evaluation.model_copy(
+            update={"stop": evaluation.stop or [], "max_completion_length": evaluation.max_completion_length or length}
+        )
     return config.model_copy(update=update)
 
 

@@ -122,7 +122,7 @@ class SamplingConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="nucleus sampling; for evaluation only")
     top_k: NonNegativeInt = Field(default=0, description="sample among the k likeliest, 0: all; for evaluation only")
     min_p: Fraction = Field(default=0.0, description="sample above this share of the likeliest's probability; for evaluation only")
-    stop: list[Text] = Field(default_factory=list, description="strings that end a completion")
+    stop: list[Text] | None = Field(default=None, description="strings that end a completion")
 
 
 class DynamicSamplingConfig(Section):
@@ -142,7 +142,9 @@ class DepthBudgetConfig(Section):
     )
     coverage: Annotated[float, Field(gt=0, lt=1)] = Field(default=0.9, description="share of eventual success that a cap must reach")
     min: PositiveInt | None = Field(default=None, description="the least cap; default: 1")
-    max: PositiveInt | None = Field(default=None, description="the greatest cap; default: no cap is a choice too")
+    max: PositiveInt | None = Field(
+        default=None, description="the greatest cap, once min_episodes were seen (before, nothing is capped); default: none is a choice too"
+    )
     explore: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = Field(
         default="auto", description="probability of going on past the cap; auto: chosen with the cap for least variance x cost"
     )
@@ -222,6 +224,7 @@ class RolloutsConfig(SamplingConfig):
         default="auto", description="what generates; native: in process, with the learner's weights, on the cpu; auto: vllm on a GPU"
     )
     vllm: VllmConfig = Field(default_factory=VllmConfig, description="engine: vllm")
+    stop: list[Text] = Field(default_factory=list, description="strings that end a completion")
     prompts_per_step: PositiveInt = Field(default=8, description="prompts in one step")
     num_generations: PositiveInt = Field(default=8, description="completions of each prompt: the group")
     max_prompt_length: PositiveInt | None = Field(
@@ -231,8 +234,8 @@ class RolloutsConfig(SamplingConfig):
     max_sequences: PositiveInt = Field(default=64, description="sequences decoded together by an engine")
     kv_cache_gb: PositiveFloat | None = Field(
         default=None,
-        description="an engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the free memory (on a GPU: of "
-        "what the learner leaves)",
+        description="an engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the memory (on a GPU: what the "
+        "learner leaves), and less if the run would not fit otherwise",
     )
     max_staleness: NonNegativeInt = Field(
         default=0,
@@ -243,11 +246,19 @@ class RolloutsConfig(SamplingConfig):
         description="groups that are sampled beyond the step's while it waits for its last ones: carried over with max_staleness, "
         "else spares of dynamic_sampling",
     )
+    stragglers: Literal["wait", "carry_over"] = Field(
+        default="wait",
+        description="carry_over: a step closes once enough groups have ended and leaves up to oversample that are under way to the next; "
+        "needs max_staleness, one version of which is kept back for it",
+    )
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="passing over groups that teach nothing"
     )
     budget: BudgetConfig = Field(default_factory=BudgetConfig, description="how deep episodes go and how many a prompt gets")
     reward_workers: PositiveInt = Field(default=2, description="processes that run the rewards")
+
+
+DEFAULT_MAX_TURNS = 10
 
 
 class EnvironmentConfig(Section):
@@ -269,6 +280,11 @@ class EnvironmentConfig(Section):
     )
     turn_discount: Fraction = Field(default=1.0, description="reward_to_go: factor by which a reward counts less one turn earlier")
 
+    @property
+    def turns(self) -> int:
+        """`max_turns`, its default included."""
+        return self.max_turns or (1 if self.name == "single_turn" else DEFAULT_MAX_TURNS)
+
 
 class EvalConfig(SamplingConfig):
     """Evaluation before, during and after training: by rewards, or (sft and dpo without rewards) the loss on held-out rows."""
@@ -278,6 +294,7 @@ class EvalConfig(SamplingConfig):
     steps: NonNegativeInt = Field(default=0, description="every so many steps; 0: only before and after")
     at_start: bool = Field(default=True, description="evaluate before the first step too")
     temperature: NonNegativeFloat = Field(default=0.0, description="0: greedy")
+    stop: list[Text] | None = Field(default=None, description="strings that end a completion; default: the rollouts'; sft and dpo: none")
     samples: PositiveInt = Field(default=1, description="completions per prompt: mean@k and pass@k; more than 1 needs temperature > 0")
     pass_threshold: float = Field(default=1.0, description="a reward from here on counts as passed")
     max_completion_length: PositiveInt | None = Field(
@@ -353,7 +370,9 @@ class TrainConfig(Section):
         default="auto", description="block: save memory by computing activations twice; auto: if it must"
     )
     memory_limit_gb: PositiveFloat | None = Field(
-        default=None, description="refuse to start above this many GB; default: the machine's memory"
+        default=None,
+        description="memory, in GiB, within which the whole run (learner, reference, engine) is planned, or refused; default: what the "
+        "machine, the container or the GPU has free",
     )
     max_skipped_steps: PositiveInt = Field(
         default=5, description="stop after so many steps in a row that are not finite, or (grpo) in which no completion could be scored"

@@ -11,7 +11,7 @@ import numpy as np
 
 from surogate_rl.data.convert import Conversation, Converter, PromptCompletion, Unit
 from surogate_rl.data.detect import detect
-from surogate_rl.data.report import DataReport, DatasetReport, Loaded, UnusableRow, require_usable
+from surogate_rl.data.report import DataReport, DatasetReport, Loaded, UnusableRow, require_embedded, require_usable
 from surogate_rl.data.sources import Source, open_source
 from surogate_rl.data.template import ChatEncoder, Example, Rendering, make_example
 from surogate_rl.data.tokens import Tokens
@@ -49,6 +49,7 @@ def load_examples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     sequence_len: int,
+    vocab: int | None = None,
     overlong: Overlong = "filter",
     seed: int = 0,
     assistant_only_loss: bool = True,
@@ -58,6 +59,7 @@ def load_examples(
 
     Args:
         sequence_len: tokens of an example at the most.
+        vocab: rows of the model's embedding, which every id must be below; None: not checked.
         overlong: ``filter`` drops longer ones, ``truncate`` keeps their first `sequence_len` tokens.
         seed: of generated rows, where the data set has none of its own.
         assistant_only_loss: conversations train the assistant's turns, with the token that ends each, and nothing else.
@@ -65,7 +67,8 @@ def load_examples(
 
     Raises:
         MissingData: a local path that is not there.
-        DataError: a malformed row (named), rows of no usable type, a data set of which nothing is left or most rows train nothing.
+        DataError: a malformed row (named), a token that the model does not have, rows of no usable type, a data set of which nothing is
+            left or most rows train nothing.
     """
     encoder = _Encoder(Tokens(tokenizer), _Masking(assistant_only_loss, completion_only_loss))
     examples: list[Example] = []
@@ -75,11 +78,12 @@ def load_examples(
         row_type = detect(source, config.type, "sft")
         convert = Converter(row_type, label=source.label, chat=bool(tokenizer.chat_template), system_prompt=config.system_prompt)
         report = DatasetReport(config.path, row_type)
-        for encoded in encoder.encode(source, report, lambda row, where, c=convert: [c.unit(row, where)]):  # type: ignore[misc]
+        for where, encoded in encoder.encode(source, report, lambda row, where, c=convert: [c.unit(row, where)]):  # type: ignore[misc]
             kept = _fitted(encoded[0], sequence_len, overlong, report)
             report.kept += bool(kept)
             report.split += len(encoded[0]) > 1
             for example in kept:
+                require_embedded(example.tokens, vocab, where, tokenizer)
                 _count(report, example)
             report.items += len(kept)
             examples.extend(kept)
@@ -93,6 +97,7 @@ def load_pairs(
     tokenizer: PreTrainedTokenizerBase,
     *,
     sequence_len: int,
+    vocab: int | None = None,
     overlong: Overlong = "filter",
     seed: int = 0,
 ) -> Loaded[Pair]:
@@ -105,15 +110,16 @@ def load_pairs(
         row_type = detect(source, config.type, "dpo")
         convert = Converter(row_type, label=source.label, chat=bool(tokenizer.chat_template), system_prompt=config.system_prompt)
         report = DatasetReport(config.path, row_type)
-        for encoded in encoder.encode(source, report, lambda row, where, c=convert: c.pair(row, where), whole=True):  # type: ignore[misc]
+        for where, encoded in encoder.encode(source, report, lambda row, where, c=convert: c.pair(row, where), whole=True):  # type: ignore[misc]
             pair = _fitted_pair(Pair(encoded[0][0], encoded[1][0]), sequence_len, overlong, report)
             if pair is None:
                 continue
             report.kept += 1
             report.items += 1
             report.identical_pairs += pair.identical
-            _count(report, pair.chosen)
-            _count(report, pair.rejected)
+            for side in (pair.chosen, pair.rejected):
+                require_embedded(side.tokens, vocab, where, tokenizer)
+                _count(report, side)
             pairs.append(pair)
         require_usable(report, "sequence_len", sequence_len, "pair")
         reports.append(report)
@@ -159,8 +165,8 @@ class _Encoder:
 
     def encode(
         self, source: Source, report: DatasetReport, units: Callable[[dict[str, object], str], Sequence[Unit]], *, whole: bool = False
-    ) -> Iterator[list[list[Example]]]:
-        """For each usable row, the examples of each of its units. Rows that are not usable are counted in `report`.
+    ) -> Iterator[tuple[str, list[list[Example]]]]:
+        """For each usable row, where it stands and the examples of each of its units. Rows that are not usable are counted in `report`.
 
         Args:
             units: makes the units of a row.
@@ -188,7 +194,7 @@ class _Encoder:
                 if not all(encoded):
                     report.untrained += 1
                     continue
-                yield encoded
+                yield where, encoded
 
     def _plan(self, unit: Unit) -> list[Rendering]:
         if not isinstance(unit, Conversation) or (first := self._first_turn(unit)) is None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
+
+from surogate_rl.batch import IntArray
 from surogate_rl.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -24,6 +30,17 @@ class MissingData(DataError, FileNotFoundError):
 
 class UnusableRow(Exception):
     """A row that cannot be rendered or masked exactly; it is dropped and counted, and is an error only if most rows are like that."""
+
+
+def require_embedded(ids: Sequence[int] | IntArray, vocab: int | None, where: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError if a token has no row in the model's embedding of `vocab` rows (None: not known). A tokenizer has such tokens if
+    some were added to it, or if it is another model's."""
+    highest = int(np.asarray(ids).max(initial=0))
+    if vocab is not None and highest >= vocab:
+        raise DataError(
+            f"{where}: the token {tokenizer.convert_ids_to_tokens(highest)!r} has id {highest}, but the model has ids below {vocab} only; "
+            "use the tokenizer that belongs to the model (`tokenizer`), or take the token out of the data and the chat template"
+        )
 
 
 @dataclass

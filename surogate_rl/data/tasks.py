@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_rl.data.convert import Converter, Prompt
 from surogate_rl.data.detect import CHAT_COLUMNS, detect
-from surogate_rl.data.report import PROMPT_LIMIT, DataError, DataReport, DatasetReport, Loaded, UnusableRow, require_usable
+from surogate_rl.data.report import (
+    PROMPT_LIMIT,
+    DataError,
+    DataReport,
+    DatasetReport,
+    Loaded,
+    UnusableRow,
+    require_embedded,
+    require_usable,
+)
 from surogate_rl.data.sources import open_source
 from surogate_rl.data.template import ChatTemplate, require_chat_template
 from surogate_rl.data.tokens import Tokens
@@ -28,10 +37,12 @@ def load_tasks(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_length: int | None,
+    vocab: int | None = None,
     seed: int = 0,
     prepare: Callable[[Task], Task] | None = None,
 ) -> Loaded[Task]:
-    """Tasks in the order of data sets and rows; prompts longer than `max_prompt_length` tokens are filtered out and counted.
+    """Tasks in the order of data sets and rows; prompts longer than `max_prompt_length` tokens are filtered out and counted. Every id of
+    the others must be below `vocab`, the rows of the model's embedding.
 
     Conversations are cut after the last message that is not the assistant's. Every other column goes to the rewards; an answer that the
     row itself holds (`completion`, or the assistant's last message) is their column ``reference``, since ``completion`` is the policy's.
@@ -44,7 +55,8 @@ def load_tasks(
 
     Raises:
         MissingData: a local path that is not there.
-        DataError: a malformed row (named), rows of no usable type, or a data set of which nothing is left.
+        DataError: a malformed row (named), a token that the model does not have, rows of no usable type, or a data set of which nothing
+            is left.
     """
     tokens, template = Tokens(tokenizer), ChatTemplate(tokenizer)
     tasks: list[Task] = []
@@ -71,12 +83,14 @@ def load_tasks(
                     report.add_unusable(where, str(error))
             tokens.prefetch(text for _, _, text in made)
             for task, prefix, text in made:
-                length = len(prefix) + len(tokens.ids(text))
+                ids, where = [*prefix, *tokens.ids(text)], source.where(task.index - offset)
+                length = len(ids)
                 if length == 0:
-                    raise DataError(f"{source.where(task.index - offset)}: its prompt has no tokens")
+                    raise DataError(f"{where}: its prompt has no tokens")
                 if max_prompt_length is not None and length > max_prompt_length:
                     report.overlong += 1
                     continue
+                require_embedded(ids, vocab, where, tokenizer)
                 report.kept += 1
                 report.items += 1
                 report.tokens += length

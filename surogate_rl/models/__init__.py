@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from surogate_rl.models.adapter import adapter_settings, load_adapter, save_adapter
 from surogate_rl.models.errors import ModelError
-from surogate_rl.models.load import LoadedModel, ModelInfo, inspect_model, load_model
+from surogate_rl.models.load import LoadedModel, ModelInfo, count_sampled_ids, inspect_model, load_model
 from surogate_rl.models.registry import FAMILIES
 from surogate_rl.models.save import save_model
 
@@ -14,6 +14,7 @@ __all__ = [
     "ModelError",
     "ModelInfo",
     "adapter_settings",
+    "count_sampled_ids",
     "inspect_model",
     "load_adapter",
     "load_model",

@@ -56,6 +56,7 @@ class LoadedModel:
         generation_config: the checkpoint's, or None. Its sampling settings are never applied by themselves.
         valid_vocab: how many leading ids the tokenizer has, at most ``spec.vocab``.
         stop_ids: every id that ends a completion, ascending.
+        parameters: number of weights, a tied head counted once.
         path: as given.
         source: opens the stream of :meth:`weights`.
     """
@@ -67,6 +68,7 @@ class LoadedModel:
     generation_config: GenerationConfig | None
     valid_vocab: int
     stop_ids: tuple[int, ...]
+    parameters: int
     path: str
     source: WeightSource
 
@@ -127,8 +129,29 @@ def inspect_model(path: str, *, tokenizer: str | None = None, init: Literal["pre
         # A head that differs from the embedding unties the model; its memory must be planned for.
         if init == "pretrained" and fields["tied"] and any(described.directory.glob("model*.safetensors")):
             fields = fields | {"tied": head_is_tied(Checkpoint(described.directory), True)}
-    count = sum(math.prod(shape) for shape in weight_shapes(fields).values())
-    return ModelInfo(_core.ModelSpec(**fields), family.model_type, config, count, path)
+    return ModelInfo(_core.ModelSpec(**fields), family.model_type, config, _count(fields), path)
+
+
+def _count(fields: SpecFields) -> int:
+    return sum(math.prod(shape) for shape in weight_shapes(fields).values())
+
+
+def count_sampled_ids(path: str, vocab: int, *, tokenizer: str | None = None) -> int:
+    """:attr:`LoadedModel.valid_vocab` of a model that :func:`inspect_model` accepts, without its weights; 0, which stands for the whole
+    vocabulary, where the tokenizer of a GGUF file has not been unpacked yet.
+
+    Args:
+        vocab: rows of the model's embedding.
+
+    Raises:
+        ModelError: there is no usable tokenizer.
+    """
+    if tokenizer is None and is_gguf(path):
+        made = earlier_conversion(Path(path).expanduser())
+        if made is None:
+            return 0
+        tokenizer = str(made)
+    return count_ids(load_tokenizer(tokenizer if tokenizer is not None else path), vocab)
 
 
 def load_model(
@@ -186,6 +209,7 @@ def load_model(
         generation_config=generation,
         valid_vocab=count_ids(loaded_tokenizer, fields["vocab"]),
         stop_ids=find_stop_ids(config, generation, loaded_tokenizer, fields["vocab"]),
+        parameters=_count(fields),
         path=path,
         source=source,
     )

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from surogate_rl.config.loss import LOSS_TYPES, POLICY_LOSSES, PREFERENCE_LOSSES, is_user_objective
 from surogate_rl.objectives.advantages import Advantages, group_advantages, penalise, reference_kl, resolve_scale_rewards
 from surogate_rl.objectives.base import LinearObjective, Loss, Objective, TokenStats, Unit, mean_metrics, merge_metrics, totals_of
 from surogate_rl.objectives.gradient import Seeds, StepSeeds, concatenate, seeds, split, step_seeds
 from surogate_rl.objectives.mismatch import Mismatch, MismatchKind
 from surogate_rl.objectives.nll import NegativeLogLikelihood
-from surogate_rl.objectives.policy_gradient import CISPO_EPSILON_HIGH, POLICY_LOSSES, PolicyGradient
-from surogate_rl.objectives.preference import PREFERENCE_LOSSES, Preference
-from surogate_rl.objectives.user import UserObjective, is_user_objective, load_user_objective
-from surogate_rl.objectives.validate import LOSS_TYPES, validate_loss
+from surogate_rl.objectives.policy_gradient import CISPO_EPSILON_HIGH, PolicyGradient
+from surogate_rl.objectives.preference import Preference
+from surogate_rl.objectives.user import ObjectiveError, UserObjective, load_user_objective
+from surogate_rl.objectives.validate import validate_loss
 
 if TYPE_CHECKING:
     from surogate_rl.config.schema import LossConfig, PolicyLossConfig
@@ -86,12 +87,30 @@ def make_objective(
         raise ValueError(f"loss: {type(loss).__name__} is not the section of the command {command}, expected {expected[command].__name__}")
     validate_loss(loss)
     if isinstance(loss, (SftLossConfig, PreferenceLossConfig, PolicyLossConfig)) and is_user_objective(loss.loss_type):
-        return load_user_objective(loss.loss_type, loss.args)
+        own = load_user_objective(loss.loss_type, loss.args)
+        _check_reference(own, loss)
+        return own
     if isinstance(loss, PreferenceLossConfig):
         return Preference(loss.loss_type, loss.beta, loss.label_smoothing, loss.reference_free, loss.rpo_alpha)
     if isinstance(loss, PolicyLossConfig):
         return _policy_gradient(loss, max_completion_length, engine_is_learner)
     return NegativeLogLikelihood()
+
+
+def _check_reference(own: UserObjective, loss: LossConfig) -> None:
+    """What a function asks for is known only once it is loaded."""
+    from surogate_rl.config.schema import PolicyLossConfig, SftLossConfig
+
+    if own.needs_reference and isinstance(loss, SftLossConfig):
+        raise ObjectiveError(
+            f"{own.name}: attribute needs_reference is True, but sft keeps no reference policy; remove the attribute, or use the function "
+            "with dpo or grpo"
+        )
+    if not own.needs_reference and isinstance(loss, PolicyLossConfig) and loss.sync_ref_model:
+        raise ObjectiveError(
+            f"loss.sync_ref_model: there is no reference to move, since {own.name} does not ask for one; give the function the attribute "
+            "needs_reference = True, or set sync_ref_model: false"
+        )
 
 
 def resolve_mismatch(loss: PolicyLossConfig, *, engine_is_learner: bool) -> Mismatch:

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surogate_rl.batch import BoolArray, FloatArray, PackedBatch
+from surogate_rl.config.loss import baseline_of, scale_rewards_problem
 from surogate_rl.objectives.segments import field_of
 
 ScaleRewards = Literal["group", "batch", "none"]
@@ -60,15 +61,12 @@ def resolve_scale_rewards(loss_type: str, scale_rewards: str | None) -> ScaleRew
     Raises:
         ValueError: the loss type cannot scale so.
     """
-    baseline = {"rloo": "leave-one-out", "reinforce_plus_plus": "batch"}.get(loss_type, "group")
     if scale_rewards is None:
-        return cast(ScaleRewards, {"leave-one-out": "none", "batch": "batch", "group": "group"}[baseline])
+        return cast(ScaleRewards, {"leave-one-out": "none", "batch": "batch", "group": "group"}[baseline_of(loss_type)])
     if scale_rewards not in get_args(ScaleRewards):
         raise ValueError(f"scale_rewards: {scale_rewards!r}, expected one of {', '.join(get_args(ScaleRewards))}")
-    if scale_rewards == "group" and baseline != "group":
-        raise ValueError(
-            f"scale_rewards: group does not go with loss_type {loss_type}, whose baseline is {baseline}; use batch or none, or leave it out"
-        )
+    if (problem := scale_rewards_problem(loss_type, scale_rewards)) is not None:
+        raise ValueError(problem)
     return cast(ScaleRewards, scale_rewards)
 
 

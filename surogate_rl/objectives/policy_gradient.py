@@ -46,14 +46,11 @@ import numpy as np
 import torch
 
 from surogate_rl.batch import PackedBatch, Totals
+from surogate_rl.config.loss import POLICY_LOSSES, SEQUENCE_RATIO_LOSSES
 from surogate_rl.objectives.base import Loss, TokenStats, Unit
 from surogate_rl.objectives.mismatch import Mismatch
 from surogate_rl.objectives.segments import Trained, exp_ratio, field_of, k3, sequence_weight, to_metrics
 
-POLICY_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo", "rloo", "reinforce_plus_plus")
-CLIPPED_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "rloo", "reinforce_plus_plus")
-DUAL_CLIP_LOSSES = ("grpo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus")
-SEQUENCE_RATIO_LOSSES = ("gspo", "rloo")
 CISPO_EPSILON_HIGH = 5.0
 
 Divisor = Literal["sequence_mean", "token_mean", "constant"]
@@ -79,7 +76,9 @@ class PolicyGradient:
     log-probabilities, detached, which is exact for the first update after sampling); ``per_token["behaviour_logp"]`` (when
     present, sampler and learner are compared; needed for a mismatch correction); ``per_token["reference_logp"]`` when ``beta`` > 0;
     ``per_sequence["truncated"]`` with ``mask_truncated``; ``per_sequence["weight"]`` when present, which multiplies all of a
-    sequence's loss and no divisor; ``per_sequence["share"]`` when present: where a completion has several sequences, "own length"
+    sequence's loss and no divisor; ``per_token["importance"]`` when present, how many tokens of its kind each stands for, which
+    multiplies the KL and the entropy (advantages contain it already) and counts in the mean entropy's divisor;
+    ``per_sequence["share"]`` when present: where a completion has several sequences, "own length"
     is the completion's, and the ratios of gspo and rloo are those of each of its sequences.
 
     Attributes:
@@ -137,6 +136,8 @@ class PolicyGradient:
             proximal = trained.per_token(field_of(batch, "per_token", "proximal_logp", self.loss_type))
         advantage = self._advantage(batch, trained, device)
         weight = sequence_weight(batch, device)
+        importance = trained.per_token(batch.per_token["importance"]) if "importance" in batch.per_token else None
+        present = float(trained.count) if importance is None else float(importance.sum())
         metrics: _Pending = {}
 
         correction = self._correction(batch, trained, proximal, metrics)
@@ -152,14 +153,17 @@ class PolicyGradient:
         total = policy
         if self.beta > 0 and not self.kl_in_reward:
             kl = k3(trained.per_token(field_of(batch, "per_token", "reference_logp", "beta > 0")) - current)
+            kl = kl if importance is None else kl * importance
             total = total + self.beta * (kl * share).sum()
-            metrics["kl"] = (kl.sum(), trained.count)
+            metrics["kl"] = (kl.sum(), present)
         if stats.entropy is not None:
             entropy = trained.take(stats.entropy)
-            metrics["entropy"] = (entropy.sum(), trained.count)
+            entropy = entropy if importance is None else entropy * importance
+            metrics["entropy"] = (entropy.sum(), present)
             if self.entropy_coef > 0:
                 metrics["policy_loss"] = (total, self._part(batch, trained, totals))  # as in TRL: the KL term included
-                total = total - self.entropy_coef * (entropy * trained.spread(weight)).sum() / max(totals.tokens, 1)
+                everyone = max(totals.tokens, 1) if importance is None else totals.importance or 1.0
+                total = total - self.entropy_coef * (entropy * trained.spread(weight)).sum() / everyone
         elif self.entropy_coef > 0:
             raise ValueError("entropy_coef > 0 needs TokenStats.entropy, which the learner was not asked for")
         metrics["loss"] = (total, self._part(batch, trained, totals))

@@ -27,11 +27,9 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from surogate_rl.batch import PackedBatch, Totals
+from surogate_rl.config.loss import PREFERENCE_LOSSES
 from surogate_rl.objectives.base import Loss, TokenStats, Unit
 from surogate_rl.objectives.segments import Trained, field_of, sequence_weight, to_metrics
-
-PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm")
-SMOOTHED_LOSSES = ("sigmoid", "robust")
 
 
 @dataclass(frozen=True)

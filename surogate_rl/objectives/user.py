@@ -22,11 +22,6 @@ class ObjectiveError(InputError):
     """A user's own objective cannot be loaded or called, or returned what is no loss; the message names it."""
 
 
-def is_user_objective(loss_type: str) -> bool:
-    """Whether `loss_type` is spelled ``path/file.py:fn``."""
-    return ".py:" in loss_type
-
-
 class UserObjective:
     """Calls ``fn(stats, batch, totals, **args)``, which returns a scalar tensor or a `Loss`.
 
@@ -102,6 +97,8 @@ def load_user_objective(spec: str, args: Mapping[str, Any] | None = None) -> Use
         ObjectiveError: no such file or function, the file fails to import, or the function does not fit; names `spec`.
     """
     path_text, _, function_name = spec.rpartition(":")
+    if not path_text.endswith(".py"):
+        raise ObjectiveError(f"loss_type: expected path/file.py:fn, got '{spec}'")
     path = Path(path_text).expanduser()
     if not path.is_file():
         raise ObjectiveError(f"loss_type: {spec}: there is no file {path}")

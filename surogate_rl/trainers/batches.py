@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from surogate_rl.config.schema import TrainConfig
+from surogate_rl.errors import InputError
+
+SUPERVISED_STEP = "per_device_train_batch_size x gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,38 @@ class StepOrder:
             return [self.row(i) for i in range(first, first + self.per_step)]
         epoch, within = divmod(step - 1, self.steps_per_epoch)
         return [int(i) for i in self._permutation(epoch)[within * self.per_step : (within + 1) * self.per_step]]
+
+    def state(self) -> dict[str, int]:
+        """All that the order hangs on, for a checkpoint."""
+        return {"rows": self.rows, "per_step": self.per_step, "seed": self.seed}
+
+    def require_same(self, saved: Mapping[str, Any], per_step: str | None) -> None:
+        """For going on in the order that a checkpoint was taken in, whose `state` is `saved`.
+
+        Args:
+            per_step: what the configuration calls the rows of a step; None: their number may have changed, because the run knows by
+                itself how far it is in the data.
+
+        Raises:
+            InputError: the order is another one, so that going on would repeat some rows and pass over others.
+        """
+        otherwise = "or start anew in another output_dir"
+        if saved["rows"] != self.rows:
+            raise InputError(
+                f"resume: the checkpoint was taken over {saved['rows']} rows of training data, there are {self.rows} now; "
+                f"restore the data and the settings that shape it, {otherwise}"
+            )
+        damage = "so that some rows would be repeated and others passed over"
+        if saved["seed"] != self.seed:
+            raise InputError(
+                f"resume: the checkpoint's rows are in the order of seed {saved['seed']}, those of seed {self.seed} are in another one, "
+                f"{damage}; set seed: {saved['seed']}, {otherwise}"
+            )
+        if per_step is not None and saved["per_step"] != self.per_step:
+            raise InputError(
+                f"resume: a step took {saved['per_step']} rows when the checkpoint was taken and would take {self.per_step} now "
+                f"({per_step}), {damage}; set that back to {saved['per_step']}, {otherwise}"
+            )
 
     def row(self, position: int) -> int:
         """Row number at `position`, from 0 over all epochs: the steps of `wrap` laid end to end."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 from surogate_rl.config.schema import DepthBudgetConfig, GrpoConfig, WidthBudgetConfig
+from surogate_rl.errors import InputError
 from surogate_rl.objectives.advantages import resolve_scale_rewards
-from surogate_rl.rollouts.budget.controller import AdaptiveBudget, BudgetSettings, WidthSettings
+from surogate_rl.rollouts.budget.controller import AdaptiveBudget, BudgetSettings, WidthSettings, other_budget
+from surogate_rl.rollouts.budget.credit import Scale
 from surogate_rl.rollouts.budget.depth import DepthSettings
 from surogate_rl.rollouts.budget.grid import DepthUnit
+from surogate_rl.rollouts.plan import Budget
 from surogate_rl.rollouts.types import EpisodeLimits
 
 DEFAULT_MOST = 3
@@ -33,11 +37,32 @@ def make_budget(config: GrpoConfig, limits: EpisodeLimits) -> AdaptiveBudget | N
             width=width_settings(budget.width, config.rollouts.num_generations) if budget.width is not None else None,
             unit=depth_unit(budget.depth.unit, limits) if budget.depth is not None else "tokens",
             credit=budget.depth.credit if budget.depth is not None else "unbiased",
-            scale=resolve_scale_rewards(loss.loss_type, loss.scale_rewards),
+            scale=scale_of(loss.loss_type, loss.scale_rewards),
             baseline="batch" if loss.loss_type == "reinforce_plus_plus" else "group",
             leave_one_out=loss.loss_type == "rloo",
         )
     )
+
+
+def scale_of(loss_type: str, scale_rewards: str | None) -> Scale:
+    """As `group_advantages` has it: over a batch rloo divides by the deviation of its advantages, the others by that of rewards."""
+    scale = resolve_scale_rewards(loss_type, scale_rewards)
+    return "advantages" if loss_type == "rloo" and scale == "batch" else scale
+
+
+def restore_budget(budget: Budget | None, state: Mapping[str, Any] | None) -> None:
+    """Goes on from a checkpoint's state; None: its run had no budget.
+
+    The rollouts that a checkpoint's run had planned are of its budget, and what a budget goes by is all that it has seen since the start,
+    so it can be neither dropped nor begun halfway.
+
+    Raises:
+        InputError: the checkpoint is of a run with another budget, or with one while this has none, or the other way round.
+    """
+    if (state is None) != (budget is None):
+        raise InputError(other_budget("rollouts.budget", state is not None))
+    if budget is not None and state is not None:
+        budget.restore(state)
 
 
 def depth_unit(unit: str, limits: EpisodeLimits) -> DepthUnit:

@@ -15,13 +15,14 @@ from surogate_rl.config.schema import DatasetConfig, DpoConfig
 from surogate_rl.data import Example, Pair, load_pairs
 from surogate_rl.data.packing import PackSequence, pack
 from surogate_rl.errors import InputError
-from surogate_rl.objectives import make_objective, seeds, totals_of
-from surogate_rl.trainers.batches import StepOrder
+from surogate_rl.objectives import make_objective
+from surogate_rl.trainers.batches import SUPERVISED_STEP, StepOrder
 from surogate_rl.trainers.loop import Clock, fingerprint
+from surogate_rl.trainers.memory import Demands
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
-from surogate_rl.trainers.sft import LOGP, require_same_rows
-from surogate_rl.trainers.supervised import HeldOut, check_first_gradient
+from surogate_rl.trainers.sft import LOGP
+from surogate_rl.trainers.supervised import HeldOut, check_first_gradient, held_out_loss, held_out_sequences
 
 REFERENCE_FILE = "reference_logps.npz"
 
@@ -31,8 +32,20 @@ def micro_batch_tokens(config: DpoConfig) -> int:
     return 2 * config.per_device_train_batch_size * config.sequence_len
 
 
+def demands(config: DpoConfig) -> Demands:
+    """The reference is scored by the learner itself, before the first step."""
+    return Demands(micro_batch_tokens(config), held_out_sequences(config))
+
+
 def load(session: Session, config: DpoConfig, datasets: Sequence[DatasetConfig]) -> Sequence[Pair]:
-    loaded = load_pairs(datasets, session.loaded.tokenizer, sequence_len=config.sequence_len, overlong=config.overlong, seed=config.seed)
+    loaded = load_pairs(
+        datasets,
+        session.loaded.tokenizer,
+        sequence_len=config.sequence_len,
+        vocab=session.loaded.spec.vocab,
+        overlong=config.overlong,
+        seed=config.seed,
+    )
     session.progress.note(str(loaded.report))
     return loaded.items
 
@@ -48,7 +61,7 @@ class Dpo:
         self._objective = make_objective(config.loss, command="dpo")
         self._schedule = Schedule.from_config(config, self.total_steps)
         self._reference: dict[int, tuple[FloatArray, FloatArray]] = {}
-        self._num_tokens = 0
+        self._num_tokens = self.learned = 0
 
     @property
     def total_steps(self) -> int:
@@ -78,6 +91,7 @@ class Dpo:
         check_first_gradient(step, result, self._config)
         tokens = sum(batch.num_tokens for batch in batches)
         self._num_tokens += tokens
+        self.learned = step
         seconds = clock.lap()
         return {
             "loss": result.loss,
@@ -94,19 +108,18 @@ class Dpo:
         return self._held_out(step) if self._held_out else {}
 
     def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-        return {}, {"num_tokens": self._num_tokens, "rows": len(self.pairs)}
+        return {}, {"num_tokens": self._num_tokens, "order": self._order.state()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
-        require_same_rows(state["rows"], len(self.pairs))
+        self._order.require_same(state["order"], SUPERVISED_STEP)
         self._num_tokens = state["num_tokens"]
 
     def close(self) -> None:
-        if self._held_out:
-            self._held_out.close()
+        return None
 
 
 class HeldOutPairs:
-    """Loss of held-out pairs; their reference is scored when this is made, with the initial policy."""
+    """The objective of held-out pairs; their reference is scored when this is made, with the initial policy."""
 
     def __init__(self, session: Session, config: DpoConfig) -> None:
         assert config.eval is not None
@@ -117,13 +130,8 @@ class HeldOutPairs:
         reference = score_pairs(session, list(enumerate(pairs)), capacity) if self._objective.needs_reference else {}
         self._batches = pack([pair_unit(pair, i, reference.get(i)) for i, pair in enumerate(pairs)], capacity)
 
-    def __call__(self) -> float:
-        totals = totals_of(self._objective, self._batches)
-        loss = 0.0
-        for batch in self._batches:
-            stats = self._session.learner.score(batch)
-            loss += seeds(self._objective, stats.logp, stats.entropy, batch, totals).loss
-        return loss
+    def __call__(self) -> dict[str, float]:
+        return held_out_loss(self._session, self._objective, self._batches)
 
 
 def pair_unit(pair: Pair, number: int, reference: tuple[FloatArray, FloatArray] | None) -> list[PackSequence]:

@@ -9,10 +9,11 @@ import numpy as np
 from surogate_rl.config.schema import EvalConfig, GrpoConfig
 from surogate_rl.data import load_tasks
 from surogate_rl.errors import InputError
+from surogate_rl.objectives.advantages import standard_deviation
 from surogate_rl.rewards import RewardRunner, load_rewards
 from surogate_rl.rollouts.environments import gives_rewards
 from surogate_rl.rollouts.manager import Group, RolloutManager
-from surogate_rl.rollouts.types import Task
+from surogate_rl.rollouts.types import Episode, Task
 from surogate_rl.trainers.rollout_metrics import episode_metrics
 from surogate_rl.trainers.sampling import Rollouts
 from surogate_rl.trainers.session import Session
@@ -20,8 +21,19 @@ from surogate_rl.trainers.session import Session
 DEFAULT_COMPLETION_LENGTH = 256
 
 
+class Uncounted:
+    """The training's rewards, whose report says nothing of what is scored here: training may go on meanwhile, with the same functions."""
+
+    def __init__(self, runner: RewardRunner) -> None:
+        self._runner = runner
+
+    async def score(self, episodes: Sequence[Episode]) -> None:
+        await self._runner.score(episodes, counted=False)
+
+
 class RewardEvaluation:
-    """Samples completions of held-out prompts, in the environment that `rollouts` trains in, and scores them.
+    """Samples completions of held-out prompts, in the environment that `rollouts` trains in, and scores them with the rewards that
+    ``eval.rewards`` names, else with those of the training, `rewards`.
 
     The same prompts get the same seeds at every evaluation, so that two of them differ by the weights alone.
     """
@@ -33,18 +45,26 @@ class RewardEvaluation:
         runner = self._owned or rewards
         if runner is None:
             raise InputError("eval.rewards: there is nothing to score completions with; name at least one reward")
-        self._rewards = runner
+        try:
+            self._prepare(session, config, runner)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, session: Session, config: EvalConfig, runner: RewardRunner) -> None:
+        rollouts = self._rollouts
         loaded = load_tasks(
             config.datasets,
             session.loaded.tokenizer,
             max_prompt_length=min(session.config.sequence_len, session.loaded.spec.max_positions) - 1,
+            vocab=session.loaded.spec.vocab,
             seed=session.config.seed,
             prepare=rollouts.environments.prepare,
         )
         self.tasks: list[Task] = list(loaded.items)
         runner.check_columns(task.columns for task in self.tasks)
         rollouts.environments.check_columns(self.tasks)
-        self._manager: RolloutManager = rollouts.manager(runner, completion_length(session, config), session.config.seed)
+        self._manager: RolloutManager = rollouts.manager(Uncounted(runner), completion_length(session, config), session.config.seed)
 
     def __call__(self, step: int) -> dict[str, float]:
         """Metrics named as TRL names them, ``eval_`` before each; ``mean@k`` and ``pass@k`` over k completions of a prompt."""
@@ -90,7 +110,7 @@ def summarise(groups: Sequence[Group], samples: int, pass_threshold: float) -> d
     }
     if means:
         result["reward"] = float(np.mean(rewards))
-        result["reward_std"] = float(np.std(rewards))
+        result["reward_std"] = standard_deviation(np.array(rewards))
         result[f"mean@{samples}"] = float(np.mean(means))
     names = sorted({name for episode in episodes for name in episode.rewards})
     for name in names:

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from surogate_rl.batch import FloatArray, PackedBatch
+from surogate_rl.checkpoint import Saved
 from surogate_rl.config.schema import GrpoConfig
 from surogate_rl.data import load_tasks
 from surogate_rl.data.packing import PackSequence, pack
 from surogate_rl.learner import AdapterUse, Learner
-from surogate_rl.objectives import PolicyGradient, group_advantages, make_objective, mean_metrics, penalise, reference_kl
+from surogate_rl.objectives import Objective, PolicyGradient, group_advantages, make_objective, mean_metrics, penalise, reference_kl
 from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.plan import Budget, Credit
 from surogate_rl.rollouts.types import Episode, Task
 from surogate_rl.trainers.batches import StepOrder
-from surogate_rl.trainers.budgeting import make_budget
+from surogate_rl.trainers.budgeting import make_budget, restore_budget
 from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.loop import Clock, seeded
+from surogate_rl.trainers.memory import Demands
 from surogate_rl.trainers.reference import Reference
 from surogate_rl.trainers.rollout_log import RolloutLog
 from surogate_rl.trainers.rollout_metrics import episode_metrics, rollout_metrics
 from surogate_rl.trainers.sampling import Rollouts, open_environments, stream_settings
 from surogate_rl.trainers.schedule import Schedule
 from surogate_rl.trainers.session import Session
-from surogate_rl.trainers.sft import require_same_rows
 from surogate_rl.trainers.turn_credit import credit_turns
 from surogate_rl.trainers.unscored import EqualRewards, UnscoredSteps
 from surogate_rl.trainers.update import LogpSettings
@@ -44,17 +46,40 @@ def sequences_together(config: GrpoConfig) -> int:
     return min(rollouts.max_sequences, stream_settings(rollouts, 1).waiting * rollouts.num_generations)
 
 
+def objective_of(config: GrpoConfig) -> Objective:
+    return make_objective(
+        config.loss,
+        command="grpo",
+        max_completion_length=config.rollouts.max_completion_length,
+        engine_is_learner=engine_is_learner(config),
+    )
+
+
+def demands(config: GrpoConfig, objective: Objective) -> Demands:
+    return Demands(micro_batch_tokens(config), sequences_together(config), objective.needs_reference)
+
+
 class Grpo:
-    def __init__(self, session: Session, config: GrpoConfig, rewards: RewardRunner) -> None:
+    """What is opened here is closed by `close`, or at once if the rest cannot be opened."""
+
+    def __init__(self, session: Session, config: GrpoConfig, rewards: RewardRunner, objective: Objective) -> None:
+        with ExitStack() as opened:
+            self._open(opened, session, config, rewards, objective)
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: ExitStack, session: Session, config: GrpoConfig, rewards: RewardRunner, objective: Objective) -> None:
         self._session, self._config, self._rewards = session, config, rewards
         rollouts = config.rollouts
         context = min(config.sequence_len, session.loaded.spec.max_positions)
         prompt_room = rollouts.max_prompt_length or context - rollouts.max_completion_length
         environments = open_environments(config.environment, session.loaded.tokenizer)
+        closes_environments = opened.enter_context(ExitStack())  # until the rollouts do
+        closes_environments.callback(environments.close)
         loaded = load_tasks(
             config.datasets,
             session.loaded.tokenizer,
             max_prompt_length=prompt_room,
+            vocab=session.loaded.spec.vocab,
             seed=config.seed,
             prepare=environments.prepare,
         )
@@ -65,18 +90,24 @@ class Grpo:
         self._order = StepOrder(len(self.tasks), rollouts.prompts_per_step, config.seed, wrap=True)
         self._updates_per_step = config.loss.num_iterations * config.loss.num_minibatches
         self._schedule = Schedule.from_config(config, self.total_steps * self._updates_per_step)
-        self._objective = make_objective(
-            config.loss, command="grpo", max_completion_length=rollouts.max_completion_length, engine_is_learner=engine_is_learner(config)
-        )
+        self._objective = objective
         self._logp = session.updater.logp
-        self._reference = Reference(session, config) if self._objective.needs_reference else None
-        self._rollouts = Rollouts(session, sequences_together(config), rollouts.kv_cache_gb, environments)
+        self._reference: Reference | None = None
+        if objective.needs_reference:
+            self._reference = Reference(session, config)
+            opened.callback(self._reference.close)
+        self._rollouts = Rollouts(session, environments)
+        closes_environments.pop_all()
+        opened.callback(self._rollouts.close)
         manager = self._rollouts.manager(rewards, rollouts.max_completion_length, config.seed)
         self._budget: Budget | None = make_budget(config, manager.runner.limits)
         self._rollouts.stream(manager, self._task, rollouts, self.total_steps, self._budget)
-        self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards) if config.eval is not None else None
+        self._evaluation: RewardEvaluation | None = None
+        if config.eval is not None:
+            self._evaluation = RewardEvaluation(session, config.eval, self._rollouts, rewards)
+            opened.callback(self._evaluation.close)
         self._log = RolloutLog(session.output_dir / "rollouts", session.loaded.tokenizer)
-        self._num_tokens = 0
+        self._num_tokens = self.learned = 0
         self._unscored, self._equal = UnscoredSteps(config.max_skipped_steps), EqualRewards()
 
     @property
@@ -114,18 +145,22 @@ class Grpo:
             self._session.progress.note(f"step {step}: rewards were equal within all {len(batch.used)} groups sampled; nothing was learned")
         if self._budget is not None:
             self._budget.observe(batch.used)
-            values |= self._budget.metrics()
         values |= self._learn(step, list(sequences.values()))
+        if self._reference is not None:  # also of a step that trained nothing, which may be the one that synchronises
+            self._reference.after_step(step)
+        tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
+        self._num_tokens += tokens
+        self.learned = step
         times["time/learn"] = clock.lap()
         self._rollouts.weights_changed(step)
         times["time/sync"] = clock.lap()
         values |= self._rollouts.engine_metrics()
         seconds = sum(times.values())
+        if self._budget is not None:
+            values |= self._budget.metrics(seconds)
         # while requests wait for the learner the engine is idle too
         times["time/generate"] = min(self._rollouts.engine.busy_seconds - busy, seconds)
         times["time/engine_idle"] = seconds - times["time/generate"]
-        tokens = sum(len(segment.tokens) for group in groups for episode in group.episodes for segment in episode.segments)
-        self._num_tokens += tokens
         return (
             values
             | times
@@ -154,11 +189,13 @@ class Grpo:
         for place, group in enumerate(groups):
             for sample, episode in enumerate(group.episodes):
                 episode.advantage = float(credit.advantages[place][sample])
+                if credit.weights is not None:
+                    episode.weight = float(credit.weights[place][sample])
                 for sequence in sequences.get((place, sample), []):
                     sequence.per_sequence["advantage"] = episode.advantage
                     if credit.weights is not None:
-                        sequence.per_sequence["weight"] = float(credit.weights[place][sample])
-        token_advantages(groups, sequences)
+                        sequence.per_sequence["weight"] = episode.weight
+        token_values(groups, sequences)
         return mean_metrics([credit.metrics])
 
     def _credit(self, groups: Sequence[Group], rewards: list[list[float | None]]) -> Credit:
@@ -203,8 +240,6 @@ class Grpo:
                 result = session.updater.update(batches, self._objective, lr)
                 if result.applied:
                     norms.append(result.grad_norm)
-        if self._reference is not None:
-            self._reference.after_step(step)
         return {"learning_rate": lr} | ({"grad_norm": float(np.mean(norms))} if norms else {})
 
     def _minibatches(self, step: int, iteration: int, sequences: Sequence[list[PackSequence]]) -> list[list[PackSequence]]:
@@ -224,33 +259,26 @@ class Grpo:
             spread(batch, stats.logp, name, by_id)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        if self._evaluation is None:
-            return {}
-        values = self._evaluation(step)
-        self._rewards.report()  # what evaluation counted is not the next step's
-        return values
+        return self._evaluation(step) if self._evaluation is not None else {}
 
-    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    def state(self) -> tuple[Mapping[str, Saved], dict[str, Any]]:
         arrays = self._reference.arrays() if self._reference is not None else {}
-        state: dict[str, Any] = {"num_tokens": self._num_tokens, "rows": len(self.tasks), "rollouts": self._rollouts.state()}
+        state: dict[str, Any] = {"num_tokens": self._num_tokens, "order": self._order.state(), "rollouts": self._rollouts.state()}
         if self._budget is not None:
             state["budget"] = self._budget.state()
         return arrays, state
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
-        require_same_rows(state["rows"], len(self.tasks))
+        # the position in the data is the rollouts', but the number of steps may be counted in epochs
+        self._order.require_same(state["order"], "rollouts.prompts_per_step" if self._config.max_steps <= 0 else None)
+        restore_budget(self._budget, state.get("budget"))
         self._num_tokens = state["num_tokens"]
         if self._reference is not None:
             self._reference.restore(arrays)
-        if self._budget is not None:
-            self._budget.restore(state["budget"])
         self._rollouts.restore(state["rollouts"])
 
     def close(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.close()
-        self._rollouts.close()
-        self._rewards.close()
+        self._opened.close()
 
 
 def trained_sequences(groups: Sequence[Group]) -> dict[tuple[int, int], list[PackSequence]]:
@@ -293,15 +321,21 @@ def sequences_of(episode: Episode, first: int) -> list[PackSequence]:
     ]
 
 
-def token_advantages(groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> None:
-    """Hands the advantages that segments have by token to their sequences; if there are any, all sequences get them."""
-    units = [(groups[place].episodes[sample], unit) for (place, sample), unit in sequences.items()]
-    if all(segment.advantages is None for episode, _ in units for segment in episode.segments):
-        return
-    for episode, unit in units:
-        for segment, sequence in zip(episode.segments, unit, strict=True):
+def token_values(groups: Sequence[Group], sequences: Mapping[tuple[int, int], list[PackSequence]]) -> None:
+    """Hands the advantages and the importance that segments have by token to their sequences; if there are any, all sequences get them."""
+    parts = [
+        (groups[place].episodes[sample], segment, sequence)
+        for (place, sample), unit in sequences.items()
+        for segment, sequence in zip(groups[place].episodes[sample].segments, unit, strict=True)
+    ]
+    if any(segment.advantages is not None for _, segment, _ in parts):
+        for episode, segment, sequence in parts:
             own = [episode.advantage] * len(segment.tokens) if segment.advantages is None else segment.advantages
             sequence.per_token["advantage"] = np.asarray(own, dtype=np.float32)
+    if any(segment.importance is not None for _, segment, _ in parts):
+        for _, segment, sequence in parts:
+            own = [1.0] * len(segment.tokens) if segment.importance is None else segment.importance
+            sequence.per_token["importance"] = np.asarray(own, dtype=np.float32)
 
 
 def spread(batch: PackedBatch, logp: FloatArray, name: str, by_id: Mapping[int, PackSequence]) -> None:

@@ -7,8 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from surogate_rl.checkpoint import CheckpointStore
+from surogate_rl.checkpoint import CheckpointStore, LazyArray, Saved, Under
 from surogate_rl.errors import InputError
 from surogate_rl.models import save_adapter, save_model
 from surogate_rl.report import write_report
@@ -55,7 +56,14 @@ class RunResult:
 
 
 class Algorithm(Protocol):
-    """What SFT, DPO and GRPO differ in."""
+    """What SFT, DPO and GRPO differ in.
+
+    Attributes:
+        learned: the last step of this process that has been learned, after which `state` is that step's, whatever goes wrong in the rest
+            of it (an engine that does not take the new weights); 0: none has.
+    """
+
+    learned: int
 
     @property
     def total_steps(self) -> int: ...
@@ -68,7 +76,7 @@ class Algorithm(Protocol):
         ...
 
     def evaluate(self, step: int) -> dict[str, float]: ...
-    def state(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]: ...
+    def state(self) -> tuple[Mapping[str, Saved], dict[str, Any]]: ...
     def restore(self, arrays: Mapping[str, NDArray[Any]], state: Mapping[str, Any]) -> None:
         """Called after weights and optimiser state were loaded."""
         ...
@@ -77,6 +85,12 @@ class Algorithm(Protocol):
 
 
 def train(session: Session, algorithm: Algorithm) -> RunResult:
+    """Closes `algorithm`, however it ends."""
+    with closing(algorithm):
+        return _train(session, algorithm)
+
+
+def _train(session: Session, algorithm: Algorithm) -> RunResult:
     config = session.config
     algorithm.start()
     done = _resume(session, algorithm)
@@ -94,7 +108,8 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
         session.progress.update(step, values)
 
     def evaluate(step: int) -> None:
-        result = algorithm.evaluate(step)
+        with _rescued(session, algorithm, step):
+            result = algorithm.evaluate(step)
         if result:
             evaluation.update(result)
             log(step, result)
@@ -107,18 +122,20 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
                 evaluate(0)
             window = _Window()
             for step in range(done + 1, total + 1):
-                with _rescued(session, algorithm, step):
+                with _rescued(session, algorithm, step - 1):
                     values = algorithm.step(step)
                 window.add(values)
                 if step % config.logging_steps == 0 or step == total:
                     log(step, {**session.updater.metrics.take(), **window.values()})
                     window = _Window()
-                saved = save_at_all and (step % config.save_steps == 0 or step == total)
+                saved = (save_at_all and (step % config.save_steps == 0 or step == total)) or (stop.is_set() and step != total)
+                if saved:  # before the evaluation, which takes long and may be the end of the engine
+                    _save(session, algorithm, step)
                 if config.eval is not None and config.eval.steps and step % config.eval.steps == 0 and step != total:
                     evaluate(step)
-                if saved or (stop.is_set() and step != total):
-                    _save(session, algorithm, step)
                 if stop.is_set() and step != total:
+                    if not saved:
+                        _save(session, algorithm, step)
                     raise Interrupted(
                         f"stopped after step {step} of {total}; checkpoint saved in {session.store.newest()}; go on with --set resume=auto"
                     )
@@ -128,19 +145,18 @@ def train(session: Session, algorithm: Algorithm) -> RunResult:
     finally:
         session.progress.stop()
         tracker.close()
-        algorithm.close()
     _report(session)
     return RunResult(session.output_dir, max(total, done), final, logged, history, evaluation)
 
 
 @contextmanager
-def _rescued(session: Session, algorithm: Algorithm, step: int) -> Iterator[None]:
-    """A run whose engine is lost for good stops with a checkpoint of what has been learned."""
-    updates = session.learner.update_count
+def _rescued(session: Session, algorithm: Algorithm, done: int) -> Iterator[None]:
+    """A run whose engine is lost for good stops with a checkpoint of what has been learned: `done` steps, or more if meanwhile another one
+    was learned before the engine went."""
     try:
         yield
     except EngineFailed as error:
-        done = step if session.learner.update_count > updates else step - 1
+        done = max(done, algorithm.learned)
         if done == 0:
             raise EngineFailed(f"{error}\nthe run stops; nothing had been learned yet") from error
         if done not in session.store.steps():
@@ -177,12 +193,14 @@ class _Window:
 
 def _save(session: Session, algorithm: Algorithm, step: int) -> None:
     arrays, state = algorithm.state()
+    learner = session.learner
+    of_learner: dict[str, Saved] = {
+        _LEARNER + name: LazyArray(shape, dtype, partial(learner.state_entry, name))
+        for name, (shape, dtype) in learner.state_layout().items()
+    }
     session.store.save(
         step,
-        {
-            **{_LEARNER + name: array for name, array in session.learner.state().items()},
-            **{_ALGORITHM + name: array for name, array in arrays.items()},
-        },
+        of_learner | {_ALGORITHM + name: array for name, array in arrays.items()},
         {
             "command": session.command,
             "algorithm": state,
@@ -204,15 +222,12 @@ def _resume(session: Session, algorithm: Algorithm) -> int:
     if checkpoint.state["command"] != session.command:
         raise InputError(f"resume: {path} is a checkpoint of '{checkpoint.state['command']}', this command is '{session.command}'")
     try:
-        session.learner.load_state({name.removeprefix(_LEARNER): a for name, a in checkpoint.arrays.items() if name.startswith(_LEARNER)})
+        session.learner.load_state(Under(checkpoint.arrays, _LEARNER))
     except ValueError as error:
         raise InputError(f"resume: {path} is of another model or other LoRA settings ({error})") from error
     session.updater.skipped = checkpoint.state["skipped"]
     session.updater.skipped_in_a_row = checkpoint.state["skipped_in_a_row"]
-    algorithm.restore(
-        {name.removeprefix(_ALGORITHM): a for name, a in checkpoint.arrays.items() if name.startswith(_ALGORITHM)},
-        checkpoint.state["algorithm"],
-    )
+    algorithm.restore(Under(checkpoint.arrays, _ALGORITHM), checkpoint.state["algorithm"])
     session.progress.note(f"resumed from {path}, {checkpoint.step} of {algorithm.total_steps} steps done")
     return checkpoint.step
 

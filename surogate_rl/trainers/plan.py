@@ -4,103 +4,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from surogate_rl import _core
 from surogate_rl.config.schema import DpoConfig, GrpoConfig, SftConfig, TrainConfig
-from surogate_rl.learner import Learner
-from surogate_rl.models import inspect_model
+from surogate_rl.models import count_sampled_ids, inspect_model
 from surogate_rl.trainers import dpo, grpo, sft
-from surogate_rl.trainers.kv_cache import available_bytes, cache_tokens
+from surogate_rl.trainers.memory import Demands, MemoryPlan, plan_memory
 from surogate_rl.trainers.sampling import stream_settings
-from surogate_rl.trainers.session import check_context, compute_settings, learner_choices, memory_limit
+from surogate_rl.trainers.session import check_context
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`lines` are ready to be printed; `bytes` is what all parts take together."""
+    """`lines` are ready to be printed; `memory` is what a run made of the same configuration would take."""
 
     lines: list[str]
-    bytes: int
+    memory: MemoryPlan
+
+    @property
+    def bytes(self) -> int:
+        """What all parts take together."""
+        return self.memory.bytes
 
 
 def plan(config: TrainConfig) -> Plan:
-    """Raises what loading the model's config raises (missing directory, unknown family...)."""
+    """Does not refuse what does not fit here, since it may be planned for another machine, but says so.
+
+    Raises what loading the model's config, its tokenizer and the objective raises (missing directory, unknown family...).
+    """
     info = inspect_model(config.model, tokenizer=config.tokenizer)
-    spec, parameters = info.spec, info.parameters
-    check_context(config, spec)
-    tokens = micro_batch_tokens(config)
-    parts = [(f"learner: {name}", size) for name, size in learner_plan(config, spec, tokens)]
-    if isinstance(config, GrpoConfig):
-        context = min(config.sequence_len, spec.max_positions)
-        sequences = grpo.sequences_together(config)
-        if config.rollouts.engine == "vllm":
-            parts += vllm_parts(config, spec, sequences, context, parameters)
-        else:
-            tokens_cached = cache_tokens(spec, sequences, context, config.rollouts.kv_cache_gb)
-            sampler = _core.Generator.plan(spec, max_sequences=sequences, cache_tokens=tokens_cached)
-            parts += [(f"sampler: {name}", size) for name, size in sampler]
-        if config.loss.beta > 0 and not config.lora:
-            reference = Learner.plan(spec, max_tokens=tokens, trainable=False, compute=compute_settings(config))
-            parts += [(f"reference: {name}", size) for name, size in reference]
-    total = sum(size for _, size in parts)
+    check_context(config, info.spec)
+    asked = demands(config)
+    sampled = count_sampled_ids(config.model, info.spec.vocab, tokenizer=config.tokenizer) if asked.sequences else 0
+    memory = plan_memory(config, info.spec, asked, parameters=info.parameters, valid_vocab=sampled)
     lines = [f"device {config.device}, {config.recipe}", "memory"]
-    lines += [f"  {name:<44} {size / 2**20:>10.1f} MiB" for name, size in parts]
-    lines.append(f"  {'total':<44} {total / 2**20:>10.1f} MiB")
-    if limit := memory_limit(config):
-        lines.append(f"  {'memory_limit_gb':<44} {limit / 2**20:>10.1f} MiB")
-    lines += ["steps", *(f"  {line}" for line in step_lines(config, tokens))]
-    return Plan(lines, total)
+    lines += [f"  {line}" for line in memory_lines(memory)]
+    lines += ["steps", *(f"  {line}" for line in step_lines(config, asked.max_tokens))]
+    return Plan(lines, memory)
 
 
-def vllm_parts(config: GrpoConfig, spec: _core.ModelSpec, sequences: int, context: int, parameters: int) -> list[tuple[str, int]]:
-    """What an engine takes of the learner's device; nothing if it has devices of its own."""
-    from surogate_rl.rollouts.engines.vllm.factory import engine_memory
-
-    vllm, gpu = config.rollouts.vllm, config.device == "cuda"
-    if vllm.base_url is not None or (gpu and vllm.mode == "server"):
-        return []
-    asked = config.rollouts.kv_cache_gb
-    memory = engine_memory(
-        spec,
-        parameters,
-        "float32" if vllm.dtype == "float32" else "bfloat16",
-        sequences=sequences,
-        context=context,
-        free=None if gpu else available_bytes(),
-        gpu=gpu,
-        cache_bytes=int(asked * 2**30) if asked is not None else None,
-    )
-    parts = [("vllm: weights", memory.weights), ("vllm: KV cache, at the most", memory.cache)]
-    if gpu:
-        return [*parts, ("vllm: activations, CUDA graphs, context", memory.reserve)]
-    return [(name, size * vllm.replicas) for name, size in parts] + [("vllm: copy of the weights for updates", memory.weights)]
-
-
-def learner_plan(config: TrainConfig, spec: _core.ModelSpec, tokens: int) -> list[tuple[str, int]]:
-    """What would be chosen now; where the device is not here to be asked and no limit is given, the largest choice."""
-    *larger, smallest = learner_choices(config, tokens)
-    room = memory_limit(config) or device_memory(config)
-    for options in larger:
-        parts = Learner.plan(spec, **options)
-        if room is None or sum(size for _, size in parts) <= room:
-            return parts
-    return Learner.plan(spec, **smallest)
-
-
-def device_memory(config: TrainConfig) -> int | None:
-    """Bytes that the device has free; None if there is none here."""
-    if config.device == "cuda" and not _core.cuda_available():
-        return None
-    return _core.available_memory("cuda" if config.device == "cuda" else "cpu")
-
-
-def micro_batch_tokens(config: TrainConfig) -> int:
+def demands(config: TrainConfig) -> Demands:
     if isinstance(config, GrpoConfig):
-        return grpo.micro_batch_tokens(config)
+        return grpo.demands(config, grpo.objective_of(config))
     if isinstance(config, DpoConfig):
-        return dpo.micro_batch_tokens(config)
+        return dpo.demands(config)
     if isinstance(config, SftConfig):
-        return sft.micro_batch_tokens(config)
+        return sft.demands(config)
     raise TypeError(f"no command trains with a {type(config).__name__}")
+
+
+def memory_lines(memory: MemoryPlan) -> list[str]:
+    sizes = [*memory.parts, ("total", memory.bytes)]
+    if memory.available is not None:
+        sizes.append(("available here", memory.available))
+    if memory.limit:
+        sizes.append(("memory_limit_gb", memory.limit))
+    lines = [f"{name:<44} {size / 2**20:>10.1f} MiB" for name, size in sizes]
+    return lines if memory.fits else [*lines, f"this does not fit, such a run is refused. {memory.advice}"]
 
 
 def step_lines(config: TrainConfig, tokens: int) -> list[str]:
@@ -131,10 +89,15 @@ def stream_lines(config: GrpoConfig) -> list[str]:
     rollouts, settings = config.rollouts, stream_settings(config.rollouts, 1)
     lines = []
     if rollouts.max_staleness > 0:
-        steps = "the next step" if rollouts.max_staleness == 1 else f"the next {rollouts.max_staleness} steps"
-        lines.append(
-            f"while it learns, {steps} may be sampled: at most {settings.learning} groups ({settings.waiting} while it waits for its own)"
-        )
+        ahead = settings.learning // settings.groups
+        steps = "the next step" if ahead == 1 else f"the next {ahead} steps"
+        if ahead:
+            begun = f"{steps} may be sampled: at most {settings.learning} groups ({settings.waiting} while it waits for its own)"
+        else:
+            begun = f"no group is begun; at most {settings.waiting} groups are under way while it waits for its own"
+        lines.append(f"while it learns, {begun}")
+        if settings.carry_over:
+            lines.append("groups under way when enough others have ended are left to the next step (stragglers)")
         lines.append(f"no token that it trains is more than {rollouts.max_staleness} version(s) old (max_staleness)")
     elif rollouts.oversample > 0:
         lines.append(f"with {rollouts.oversample} spare group(s) beside them")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from surogate_rl.plain import plain_text
 from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.types import Episode
 
@@ -30,6 +31,8 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("rewards", pa.string()),
         ("advantage", pa.float64()),
+        ("advantage_after_cap", pa.float64()),
+        ("weight", pa.float64()),
         ("finish_reason", pa.string()),
         ("turns", pa.int64()),
         ("token_turns", pa.list_(pa.int32())),
@@ -38,7 +41,10 @@ SCHEMA = pa.schema(
         ("environment_reward", pa.float64()),
         ("cut", pa.string()),
         ("depth_cap", pa.int64()),
+        ("reached_cap", pa.bool_()),
         ("went_on", pa.bool_()),
+        ("explore", pa.float64()),
+        ("value", pa.float64()),
         ("messages", pa.string()),
         ("info", pa.string()),
         ("error", pa.string()),
@@ -51,7 +57,9 @@ class RolloutLog:
 
     `tokens`, `token_texts`, `logps` and `token_turns` (the turn that each belongs to) are those that the policy sampled, over all turns;
     `completion` is the text of the last turn. `rewards` is a JSON object by function, `messages` the whole conversation as JSON, calls of
-    tools and their results included, `info` a JSON object of what the environment counted.
+    tools and their results included, `info` a JSON object of what the environment counted. Of a budget: `depth_cap`, whether the episode
+    came to it (`reached_cap`) and was drawn to go on (`went_on`, with probability `explore`), the `value` that going on was held to have,
+    the advantages of tokens up to and after the cap, and the `weight` that makes up for the number of the prompt's completions.
     """
 
     def __init__(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -89,8 +97,10 @@ class RolloutLog:
             "token_texts": [self._tokenizer.decode([token]) for token, _, _ in sampled],
             "logps": [logp for _, logp, _ in sampled],
             "reward": episode.reward,
-            "rewards": json.dumps(episode.rewards),
+            "rewards": _json(episode.rewards),
             "advantage": episode.advantage,
+            "advantage_after_cap": episode.advantage_after_cap,
+            "weight": episode.weight,
             "finish_reason": episode.finish_reason,
             "turns": episode.turns,
             "token_turns": [turn for _, _, turn in sampled],
@@ -99,8 +109,16 @@ class RolloutLog:
             "environment_reward": episode.environment_reward,
             "cut": episode.cut,
             "depth_cap": episode.depth_cap,
+            "reached_cap": episode.reached_cap,
             "went_on": episode.went_on,
-            "messages": json.dumps(episode.messages, ensure_ascii=False, default=str),
-            "info": json.dumps(episode.info),
-            "error": episode.error,
+            "explore": episode.explore,
+            "value": episode.value,
+            "messages": _json(episode.messages),
+            "info": _json(episode.info),
+            "error": plain_text(episode.error) if episode.error is not None else None,
         }
+
+
+def _json(value: Any) -> str:
+    """Of what users' code has made: what JSON does not know is shown as text, and what Arrow cannot hold is replaced."""
+    return plain_text(json.dumps(value, ensure_ascii=False, default=str))

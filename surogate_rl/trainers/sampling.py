@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from surogate_rl import _core
 from surogate_rl.config.schema import EnvironmentConfig, GrpoConfig, RolloutsConfig, SamplingConfig
 from surogate_rl.data import encode_prompt
-from surogate_rl.rewards import RewardRunner
 from surogate_rl.rollouts.engines.native import NativeEngine
 from surogate_rl.rollouts.engines.timed import TimedEngine
 from surogate_rl.rollouts.environments import Environments, make_environments
 from surogate_rl.rollouts.environments.calls import EnvironmentCalls
 from surogate_rl.rollouts.episode import EpisodeRunner
-from surogate_rl.rollouts.manager import Group, RolloutManager
+from surogate_rl.rollouts.manager import Group, RolloutManager, Scorer
 from surogate_rl.rollouts.plan import Budget
 from surogate_rl.rollouts.stream import Batch, RolloutStream, StreamSettings
 from surogate_rl.rollouts.types import Engine, EpisodeLimits, SamplingParams, Task
 from surogate_rl.trainers.event_loop import EventLoop
-from surogate_rl.trainers.kv_cache import available_bytes, cache_tokens
+from surogate_rl.trainers.memory import device_memory, smaller
 from surogate_rl.trainers.session import Session
 
 if TYPE_CHECKING:
@@ -30,23 +29,25 @@ class Rollouts:
     """Samples with the session's weights. One engine serves every manager and the stream of training groups that are made here.
 
     Args:
-        sequences: decoded together, at the most.
-        kv_cache_gb: bound of the cache; None: a part of what is free.
         environments: that training and evaluation play in; None: single_turn. Closed with it.
     """
 
-    def __init__(
-        self, session: Session, sequences: int, kv_cache_gb: float | None = None, environments: Environments | None = None
-    ) -> None:
+    def __init__(self, session: Session, environments: Environments | None = None) -> None:
         self._session = session
-        self.environments = environments or open_environments(EnvironmentConfig(max_turns=1), session.loaded.tokenizer)
-        self._calls = EnvironmentCalls(self.environments.timeout)
-        self.loop = EventLoop()
-        self.engine = TimedEngine(make_engine(session, sequences, kv_cache_gb, self.loop))
+        with ExitStack() as undo:
+            self.environments = environments or open_environments(EnvironmentConfig(max_turns=1), session.loaded.tokenizer)
+            if environments is None:
+                undo.callback(self.environments.close)
+            self._calls = EnvironmentCalls(self.environments.timeout, name=self.environments.name)
+            undo.callback(self._calls.close)
+            self.loop = EventLoop()
+            undo.callback(self.loop.close)
+            self.engine = TimedEngine(make_engine(session, self.loop))
+            undo.pop_all()
         self._stream: RolloutStream | None = None
         self._held = False
 
-    def manager(self, rewards: RewardRunner, max_completion_length: int, seed: int) -> RolloutManager:
+    def manager(self, rewards: Scorer, max_completion_length: int, seed: int) -> RolloutManager:
         loaded, config = self._session.loaded, self._session.config
         context = min(config.sequence_len, loaded.spec.max_positions)
         runner = EpisodeRunner(
@@ -57,6 +58,7 @@ class Rollouts:
             limits=EpisodeLimits(max_completion_length, context, max_turns=self.environments.max_turns),
             calls=self._calls,
             inline=self.environments.inline,
+            vocab=loaded.spec.vocab,
         )
         return RolloutManager(runner, rewards, seed)
 
@@ -69,7 +71,7 @@ class Rollouts:
             top_k=config.top_k,
             min_p=config.min_p,
             stop_ids=self._session.loaded.stop_ids,
-            stop=tuple(config.stop),
+            stop=tuple(config.stop or ()),
         )
 
     def stream(
@@ -93,8 +95,9 @@ class Rollouts:
         self.loop.run(self._change_weights(version))
 
     def engine_metrics(self) -> dict[str, float]:
-        """What the engine measured about itself since the last call (of updates, restarts...)."""
-        return self.engine.take_metrics()
+        """What the engine measured about itself since the last call (of updates, restarts...), and calls of environments that hang."""
+        values = self.engine.take_metrics()
+        return values if self.environments.inline else values | {"episodes/hung_calls": float(self._calls.hung)}
 
     def state(self) -> dict[str, Any]:
         """Of the stream, as JSON."""
@@ -146,26 +149,34 @@ class Rollouts:
 def open_environments(config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> Environments:
     """What ``environment`` names. Raises EnvironmentConfigError where it cannot be used."""
     made = make_environments(config.name, config.args, tokenizer)
-    made.timeout, made.max_turns = config.timeout, config.max_turns
+    made.name, made.timeout, made.max_turns = config.name, config.timeout, config.max_turns
     return made
 
 
-def make_engine(session: Session, sequences: int, kv_cache_gb: float | None, loop: EventLoop) -> Engine:
-    """The engine that the configuration names. vLLM gets ready in the background of `loop`."""
-    config, loaded = session.config, session.loaded
+def make_engine(session: Session, loop: EventLoop) -> Engine:
+    """The engine that the configuration names, as large as was planned. vLLM gets ready in the background of `loop`."""
+    config, loaded, memory = session.config, session.loaded, session.memory
     if isinstance(config, GrpoConfig) and config.rollouts.engine == "vllm":
         from surogate_rl.rollouts.engines.vllm.factory import Launched, make_vllm_engine
 
-        free = available_bytes() if config.device == "cpu" else _core.available_memory("cuda")
         launched = session.launched or Launched(config)
-        engine = make_vllm_engine(config, loaded, session.learner, launched, sequences=sequences, free=free, output_dir=session.output_dir)
+        engine = make_vllm_engine(
+            config,
+            loaded,
+            session.learner,
+            launched,
+            sequences=memory.demands.sequences,
+            free=smaller(device_memory(config), memory.engine_room),
+            cache_bytes=memory.engine.cache_bytes if config.device == "cpu" else 0,
+            output_dir=session.output_dir,
+        )
         loop.run(engine.begin())
         return engine
     return NativeEngine(
         session.learner,
         tokenizer=loaded.tokenizer,
-        max_sequences=sequences,
-        cache_tokens=cache_tokens(loaded.spec, sequences, min(config.sequence_len, loaded.spec.max_positions), kv_cache_gb),
+        max_sequences=memory.demands.sequences,
+        cache_tokens=memory.engine.cache_tokens,
         valid_vocab=loaded.valid_vocab,
     )
 
@@ -179,4 +190,5 @@ def stream_settings(config: RolloutsConfig, total_steps: int) -> StreamSettings:
         max_staleness=config.max_staleness,
         oversample=config.oversample,
         max_rounds=dynamic.max_rounds if dynamic.enabled else None,
+        carry_over=config.stragglers == "carry_over",
     )

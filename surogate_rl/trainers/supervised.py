@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from surogate_rl.batch import PackedBatch
 from surogate_rl.config.schema import TrainConfig
 from surogate_rl.errors import RunError
+from surogate_rl.objectives import Objective, mean_metrics, step_seeds, totals_of
 from surogate_rl.trainers.evaluation import RewardEvaluation
 from surogate_rl.trainers.sampling import Rollouts
 from surogate_rl.trainers.session import Session
-from surogate_rl.trainers.update import LogpSettings, UpdateResult
+from surogate_rl.trainers.update import UpdateResult
 
 MAX_EVAL_SEQUENCES = 64
+HeldOutLoss = Callable[[], dict[str, float]]
+"""Gives `loss`, and what else the objective reports."""
+
+
+def held_out_sequences(config: TrainConfig) -> int:
+    """Sampled together by the evaluation of SFT and DPO; 0 where it is by the loss."""
+    return MAX_EVAL_SEQUENCES if config.eval is not None and config.eval.rewards else 0
 
 
 class HeldOut:
     """Held-out loss, or rewards over sampled completions where `eval.rewards` names some."""
 
-    def __init__(self, session: Session, make_loss: Callable[[], Callable[[], float]]) -> None:
+    def __init__(self, session: Session, make_loss: Callable[[], HeldOutLoss]) -> None:
         config = session.config.eval
         assert config is not None
-        self._loss: Callable[[], float] | None = None
+        self._loss: HeldOutLoss | None = None
         self._rollouts: Rollouts | None = None
         self._rewards: RewardEvaluation | None = None
         if config.rewards:
-            self._rollouts = Rollouts(session, MAX_EVAL_SEQUENCES)
-            self._rewards = RewardEvaluation(session, config, self._rollouts)
+            with ExitStack() as undo:
+                self._rollouts = Rollouts(session)
+                undo.callback(self._rollouts.close)
+                self._rewards = RewardEvaluation(session, config, self._rollouts)
+                undo.pop_all()
         else:
             self._loss = make_loss()
 
     def __call__(self, step: int) -> dict[str, float]:
         if self._loss is not None:
-            return {"eval_loss": self._loss()}
+            return {f"eval_{name}": value for name, value in self._loss().items()}
         assert self._rollouts is not None
         assert self._rewards is not None
         self._rollouts.weights_changed(step)
@@ -45,14 +57,16 @@ class HeldOut:
             self._rollouts.close()
 
 
-def nll_of(session: Session, batches: Sequence[PackedBatch], logp: LogpSettings) -> float:
-    """Mean negative log-likelihood in nats over all trained tokens of `batches`."""
-    total, tokens = 0.0, 0
-    for batch in batches:
-        stats = session.learner.score(batch, temperature=logp.temperature, valid_vocab=logp.valid_vocab)
-        total -= float(stats.logp[batch.mask].sum(dtype="float64"))
-        tokens += batch.num_trained
-    return total / tokens
+def held_out_loss(session: Session, objective: Objective, batches: Sequence[PackedBatch]) -> dict[str, float]:
+    """The objective of all of `batches`, taken as one step: `loss`, and what else it reports."""
+    logp = session.updater.logp
+    scored = [
+        session.learner.score(batch, temperature=logp.temperature, valid_vocab=logp.valid_vocab, entropy=objective.needs_entropy)
+        for batch in batches
+    ]
+    totals = totals_of(objective, batches)
+    result = step_seeds(objective, [stats.logp for stats in scored], [stats.entropy for stats in scored], batches, totals)
+    return mean_metrics([result.metrics]) | {"loss": result.loss}
 
 
 def check_first_gradient(step: int, result: UpdateResult, config: TrainConfig) -> None:

@@ -40,6 +40,13 @@ def test_off_unless_given() -> None:
         ({"depth": {"coverage": 1.0}}, {}, "rollouts.budget.depth.coverage"),
         ({"width": {"min": 1}}, {}, "rollouts.budget.width.min"),
         ({"depth": {"min": 5, "max": 3}}, {}, "rollouts.budget.depth.min: 5 is more than max (3); lower it"),
+        ({"depth": {"min": 256}}, {}, "rollouts.budget.depth.min: episodes have at most 256 tokens anyway"),
+        ({"depth": {"min": 10}}, {"environment": GAME}, "rollouts.budget.depth.min: episodes have at most 10 turns anyway"),
+        (
+            {"depth": {"min": 4}},
+            {"environment": GAME | {"max_turns": 4}},
+            "rollouts.budget.depth.min: episodes have at most 4 turns anyway",
+        ),
         ({"depth": {}}, {"loss": {"loss_type": "gspo"}}, "rollouts.budget.depth: gspo has one advantage for a whole completion"),
         ({"depth": {}}, {"loss": {"loss_type": "rloo"}}, "rollouts.budget.depth: rloo has one advantage for a whole completion"),
         ({"depth": {}}, {"loss": EXACT | {"mask_truncated_completions": True}}, "loss.mask_truncated_completions: would leave out"),
@@ -76,4 +83,8 @@ def test_what_is_only_approximate_is_said() -> None:
     assert "dapo divides by the number of sampled tokens" in " ".join(notes({"depth": {}}, {"loss_type": "dapo", "scale_rewards": "none"}))
     assert notes({"width": {}}, {"loss_type": "rloo"}) == []
     assert "credit: zero bends the gradient" in " ".join(notes({"depth": {"credit": "zero"}}, EXACT))
+    assert "rollouts.budget.depth.max: 256 has no effect, episodes have at most 256 tokens" in " ".join(
+        notes({"depth": {"max": 256}}, EXACT)
+    )
+    assert notes({"depth": {"min": 255, "max": 255}}, EXACT) == []
     assert "min_explore has no effect" in " ".join(notes({"depth": {"explore": 0.3, "min_explore": 0.2}}, EXACT))

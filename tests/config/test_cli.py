@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,7 +210,6 @@ import surogate_rl
 from surogate_rl import cli
 trainers = types.ModuleType("surogate_rl.trainers")
 def run(config):
-    print("running", flush=True)
     {body}
 trainers.run_sft = run
 sys.modules["surogate_rl.trainers"] = surogate_rl.trainers = trainers
@@ -222,14 +220,15 @@ cli.main()
 @pytest.mark.parametrize(
     ("body", "checkpoints", "text"),
     [
-        ("time.sleep(60)", (), "stopped; no checkpoint was saved yet\n"),
+        ("print('running', flush=True); time.sleep(60)", (), "stopped; no checkpoint was saved yet\n"),
         (
-            "time.sleep(60)",
+            "print('running', flush=True); time.sleep(60)",
             ("step-00000020", "step-00000100"),
             "stopped at once; the newest checkpoint is out/checkpoints/step-00000100; go on with --set resume=auto\n",
         ),
         (
-            "\n    try:\n        time.sleep(60)\n    except KeyboardInterrupt:\n        raise KeyboardInterrupt('saved at step 7')",
+            "try:\n        print('running', flush=True)\n        time.sleep(60)\n"
+            "    except KeyboardInterrupt:\n        raise KeyboardInterrupt('saved at step 7')",
             (),
             "saved at step 7\n",
         ),
@@ -246,7 +245,6 @@ def test_ctrl_c_says_what_was_saved(tmp_path: Path, body: str, checkpoints: tupl
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, text)

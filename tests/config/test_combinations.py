@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import surogate_rl
 from surogate_rl.config import Command, ConfigError, ConfigWarning, parse_config
 
 MINIMAL: dict[str, Any] = {"model": "m", "output_dir": "out", "datasets": ["rows.jsonl"]}
@@ -133,6 +137,45 @@ def lines_of(command: Command, keys: dict[str, Any]) -> list[str]:
         ),
         (
             "grpo",
+            {"lora": True, "loss": {"beta": 0.04, "sync_ref_model": True}},
+            "loss.sync_ref_model: with lora: true the reference is the adapter that the run starts from, which stays as it is; "
+            "set sync_ref_model: false, or train all weights (lora: false)",
+        ),
+        (
+            "grpo",
+            {"loss": {"beta": 0.04, "ref_model_sync_steps": 8}},
+            "loss.ref_model_sync_steps: 8 has no effect with loss_type grpo: sync_ref_model is false; set it to true, or remove this",
+        ),
+        (
+            "grpo",
+            {"loss": {"sapo_temperature_pos": 2.0}},
+            "loss.sapo_temperature_pos: 2.0 has no effect with loss_type grpo: only sapo has a soft gate; remove it",
+        ),
+        (
+            "grpo",
+            {"loss": {"loss_type": "rloo", "scale_rewards": "group"}},
+            "loss.scale_rewards: group does not go with loss_type rloo, whose baseline is leave-one-out; "
+            "use batch or none, or leave it out",
+        ),
+        (
+            "grpo",
+            {"loss": {"mismatch": "none", "mismatch_cap": 2.0}},
+            "loss.mismatch_cap: 2.0 has no effect with loss_type grpo: mismatch is none; set a kind of correction, or remove it",
+        ),
+        (
+            "dpo",
+            {"loss": "robust"},
+            "loss.label_smoothing: 0 makes loss_type robust the same as sigmoid; set the share of wrong labels, for example 0.1, "
+            "or use sigmoid",
+        ),
+        (
+            "dpo",
+            {"loss": {"loss_type": "ipo", "label_smoothing": 0.1}},
+            "loss.label_smoothing: 0.1 has no effect with loss_type ipo: only sigmoid and robust smooth labels; "
+            "remove it or use one of them",
+        ),
+        (
+            "grpo",
             {"loss": {"mismatch": "token_mask", "mismatch_floor": 3.0}},
             "loss.mismatch_floor: 3 must be less than mismatch_cap (3); lower it",
         ),
@@ -197,9 +240,45 @@ def test_allowed(command: Command, keys: dict[str, Any]) -> None:
         parse_config({**BASES[command], **keys}, command)
 
 
-def test_a_user_function_may_take_a_group_of_one(tmp_path: Path) -> None:
+def test_your_own_objective_has_the_options_of_the_run_and_its_args(tmp_path: Path) -> None:
     (tmp_path / "loss.py").write_text("def fn(stats, batch, totals): ...\n")
-    parse_config({**BASES["grpo"], "rollouts": {"num_generations": 1}, "loss": f"{tmp_path}/loss.py:fn"}, "grpo")
+    own = {"loss_type": f"{tmp_path}/loss.py:fn"}
+    allowed = {**own, "args": {"a": 1}, "num_iterations": 2, "scale_rewards": "batch", "sync_ref_model": True, "mismatch": "none"}
+    parse_config({**BASES["grpo"], "loss": allowed}, "grpo")
+    assert lines_of("grpo", {"loss": {**own, "epsilon": 0.1, "mismatch_cap": 2.0}, "rollouts": {"max_staleness": 1}}) == [
+        f"loss.{option} has no effect with loss_type {tmp_path}/loss.py:fn: your own objective gets its options from args; move it there"
+        for option in ("epsilon: 0.1", "mismatch_cap: 2.0")
+    ]
+
+
+def test_a_group_of_one_has_no_baseline_for_your_own_objective_either(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text("def fn(stats, batch, totals): ...\n")
+    own = {"loss": f"{tmp_path}/loss.py:fn", "rollouts": {"num_generations": 1}}
+    assert lines_of("grpo", own) == [
+        "rollouts.num_generations: a group of one has no baseline, your own objective learns nothing from it; set it to 2 or more, "
+        "or loss: reinforce_plus_plus, whose baseline is the batch's"
+    ]
+
+
+def test_all_options_that_a_loss_does_not_have_are_told() -> None:
+    assert [line.partition(" ")[0] for line in lines_of("grpo", {"loss": {"loss_type": "cispo", "epsilon": 0.1, "delta": 3.0}})] == [
+        "loss.epsilon:",
+        "loss.delta:",
+    ]
+    # of an unknown loss nothing more can be said
+    (line,) = lines_of("grpo", {"loss": {"loss_type": "gropo", "delta": 0.5, "args": {"a": 1}}})
+    assert line == "loss.loss_type: unknown loss 'gropo'; did you mean 'grpo'?"
+
+
+def test_losses_are_checked_without_torch() -> None:
+    code = (
+        "import sys\nfrom surogate_rl.config import parse_config\n"
+        "parse_config({'model': 'm', 'output_dir': 'o', 'datasets': ['d'], 'loss': 'hinge', 'device': 'cpu'}, 'dpo')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(surogate_rl.__file__).parents[1])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_rewards_from_python_stand_for_the_key() -> None:

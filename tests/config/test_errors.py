@@ -87,6 +87,17 @@ def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lines:
             "loss.args: grpo takes no arguments of its own; they are for an objective of yours (path/file.py:function)",
         ),
         (
+            "grpo",
+            "loss: {loss_type: sapo, epsilon: 0.1}",
+            "loss.epsilon: 0.1 has no effect with loss_type sapo: its gate is soft; set sapo_temperature_pos and sapo_temperature_neg",
+        ),
+        (
+            "dpo",
+            "loss: robust",
+            "loss.label_smoothing: 0 makes loss_type robust the same as sigmoid; set the share of wrong labels, for example 0.1, "
+            "or use sigmoid",
+        ),
+        (
             "dpo",
             "loss: mine.py:fn",
             "loss.loss_type: no file 'mine.py'; paths count from the configuration's folder, then from the folder you start in",

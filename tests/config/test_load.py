@@ -118,13 +118,23 @@ def test_auto_and_empty_values_are_filled_in(tmp_path: Path) -> None:
     assert config.rollouts.max_prompt_length == 700
     assert config.eval is not None
     assert config.eval.max_completion_length == 300
-    assert config.eval.rewards == config.rewards
+    assert config.eval.rewards == []  # the training's, those from Python too
     sft = parse_config({"model": "m", "output_dir": "o", "datasets": ["a"], "eval": {"datasets": ["h"], "rewards": ["exact_match"]}}, "sft")
     assert sft.eval is not None
     assert sft.eval.max_completion_length == 256
     held_out = parse_config({"model": "m", "output_dir": "o", "datasets": ["a"], "eval": {"datasets": ["h"]}}, "dpo")
     assert held_out.eval is not None
     assert held_out.eval.max_completion_length is None
+
+
+@pytest.mark.parametrize(("given_stop", "stop"), [("", ["##", "END"]), ("stop: x", ["x"]), ("stop: []", [])])
+def test_evaluation_stops_where_rollouts_do_unless_it_says_otherwise(tmp_path: Path, given_stop: str, stop: list[str]) -> None:
+    config = load(tmp_path, GRPO + f"rollouts: {{stop: ['##', END]}}\neval:\n  datasets: [held.jsonl]\n  {given_stop}\n")
+    assert config.eval.stop == stop
+    write_resolved(config, tmp_path / "written.yaml")
+    assert load_config(tmp_path / "written.yaml", "grpo") == config
+    sampled = {"model": "m", "output_dir": "o", "datasets": ["a"], "eval": {"datasets": ["h"], "rewards": ["exact_match"]}}
+    assert parse_config(sampled, "sft").eval.stop == []  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("name", "command"), SAMPLES)

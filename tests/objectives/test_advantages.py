@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surogate_rl.objectives.advantages import group_advantages, penalise, reference_kl, resolve_scale_rewards
@@ -128,6 +128,7 @@ def test_the_reference_penalty(tools: SimpleNamespace) -> None:
     assert penalise([[1.0, None]], [[2.0, 3.0]], 0.5) == [[0.0, None]]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.one_of(st.none(), FLOATS), min_size=2, max_size=6), min_size=1, max_size=5),
     st.sampled_from(LOSSES),

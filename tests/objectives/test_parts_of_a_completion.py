@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from surogate_rl.batch import FloatArray, PackedBatch
+from surogate_rl.config.loss import POLICY_LOSSES, SEQUENCE_RATIO_LOSSES
 from surogate_rl.data.packing import PackSequence, pack
 from surogate_rl.objectives import PolicyGradient, seeds, totals_of
-from surogate_rl.objectives.policy_gradient import POLICY_LOSSES, SEQUENCE_RATIO_LOSSES
 
 TOKEN_LOSSES = [loss for loss in POLICY_LOSSES if loss not in SEQUENCE_RATIO_LOSSES]
 LENGTHS = [5, 3, 4]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surogate_rl.config.schema import PolicyLossConfig, SftLossConfig
+from surogate_rl.config.schema import PolicyLossConfig, PreferenceLossConfig, SftLossConfig
 from surogate_rl.objectives import concatenate, load_user_objective, make_objective, mean_metrics, seeds, split, step_seeds, totals_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,6 +98,19 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module_here\n")
     with pytest.raises(ValueError, match=r"importing .*broken.py failed: ModuleNotFoundError: No module named 'no_such_module_here'"):
         load_user_objective(f"{tmp_path}/broken.py:loss")
+
+
+def test_a_reference_that_nobody_keeps(tmp_path: Path) -> None:
+    plain = write(tmp_path, "return stats.logp.sum()")
+    with pytest.raises(ValueError, match=r"loss.sync_ref_model: there is no reference to move, since .*own.py:loss does not ask for one"):
+        make_objective(PolicyLossConfig(loss_type=plain, sync_ref_model=True), command="grpo")
+    referenced = write(tmp_path, "return stats.logp.sum()", "loss.needs_reference = True")
+    assert make_objective(PolicyLossConfig(loss_type=referenced, sync_ref_model=True), command="grpo").needs_reference
+    assert make_objective(PreferenceLossConfig(loss_type=referenced), command="dpo").needs_reference
+    with pytest.raises(ValueError, match=r"own.py:loss: attribute needs_reference is True, but sft keeps no reference policy"):
+        make_objective(SftLossConfig(loss_type=referenced), command="sft")
+    with pytest.raises(ValueError, match=r"loss_type: expected path/file.py:fn, got 'own.py'"):
+        make_objective(SftLossConfig(loss_type="own.py"), command="sft")
 
 
 def test_an_exception_of_the_users_passes_through(tools: SimpleNamespace, tmp_path: Path) -> None:

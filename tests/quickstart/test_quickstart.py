@@ -17,6 +17,8 @@ from surogate_rl.config import load_config
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart"
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def config(name: str, work: Path, *changes: str) -> Any:
     """A YAML file of the quickstart with its folders moved to `work`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,9 @@ def test_what_a_program_leaves_behind_is_killed() -> None:
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(0, 3)\n    time.sleep(12345)\nprint('done')"
     )
     assert (result.status, result.stdout) == ("exit", "done\n")
-    deadline = Sandbox(wall_seconds=1.0).run("import time\ntime.sleep(12345)")
+    deadline = Sandbox(wall_seconds=3.0).run("import time\ntime.sleep(12345)")
     assert (deadline.status, deadline.deadline) == ("time", True)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while time.monotonic() < end and sandboxed():
         time.sleep(0.05)
     assert sandboxed() == []
@@ -167,7 +168,7 @@ def test_equality_of_values() -> None:
 
 @needs_sandbox
 def test_a_sleeping_program_is_unscored() -> None:
-    config = RewardConfig(name="code_execution", args={"wall_seconds": 2.0})
+    config = RewardConfig(name="code_execution", args={"wall_seconds": 5.0})
     episodes = [
         Episode(Task(0, None, "", {"tests": ADD}), 0, 0, completion=fenced(program))
         for program in ("import time\ntime.sleep(1000)", "def add(a, b): return a + b")
@@ -177,8 +178,11 @@ def test_a_sleeping_program_is_unscored() -> None:
     assert [episode.reward for episode in episodes] == [None, 1.0]
     error = episodes[0].error
     assert error is not None
-    assert error.startswith("reward 'code_execution': timeout: gave up after 2.")
-    assert error.endswith(" s: the program was still there at its deadline, with processor time to spare")
+    assert re.fullmatch(
+        r"reward 'code_execution': timeout: gave up after \d+\.\d s: the program was still there at its deadline, "
+        "with processor time to spare",
+        error,
+    )
 
 
 def test_refuses_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_catastrophic_regex(load: Callable[..., RewardRunner]) -> None:
     one = episode("a" * 40 + "b")
     start = time.monotonic()
     assert score(runner, [one]) == [None]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert one.error == "reward 'regex': timeout: no result after 1 s; its worker was killed"
     assert runner.report().functions["regex"].unscored == {"timeout": 1}
     assert score(runner, [episode("aaa")]) == [1.0]
@@ -237,7 +237,7 @@ def f(completion):
     episodes = [episode(text, index) for index, text in enumerate(texts)]
     start = time.monotonic()
     rewards = score(runner, episodes)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert rewards == [1.0 if text == "ok" else None for text in texts]
     assert [one.error for one in episodes if one.error] == [
         "reward 'f': timeout: no result after 1 s; its worker was killed",
@@ -255,12 +255,13 @@ def test_a_hanging_local_function_is_killed(load: Callable[..., RewardRunner]) -
     assert score(runner, [episode("hang"), episode("x", 1)]) == [None, 1.0]
 
 
-def test_an_idle_worker_that_is_killed_is_replaced(load: Callable[..., RewardRunner]) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["at-once", "once-it-is-noticed"])
+def test_an_idle_worker_that_is_killed_is_replaced(load: Callable[..., RewardRunner], seconds: float) -> None:
     runner = load("exact_match")
     assert score(runner, [episode("1", answer="1")]) == [1.0]
     for pid in runner.worker_pids():
         os.kill(pid, 9)
-    time.sleep(0.5)
+    time.sleep(seconds)
     assert score(runner, [episode("1", answer="1"), episode("2", answer="1")]) == [1.0, 0.0]
 
 
@@ -270,16 +271,16 @@ import asyncio
 loops = set()
 async def f(completion):
     loops.add(id(asyncio.get_running_loop()))
-    await asyncio.sleep(60 if completion == "hang" else 0.2)
+    await asyncio.sleep(60 if completion == "hang" else 1)
     return float(len(loops))
 """
-    runner = load(entry(tmp_path, body, timeout=2.0))
+    runner = load(entry(tmp_path, body, timeout=4.0))
     episodes = [episode("hang" if index == 3 else "x", index) for index in range(20)]
     start = time.monotonic()
     rewards = score(runner, episodes)
-    assert time.monotonic() - start < 2 + 2  # one after the other: 20 * 0.2 s and more
+    assert time.monotonic() - start < 12  # one after the other: more than 20 s, or 10 s in each of two workers and those of "hang"
     assert rewards == [None if index == 3 else 1.0 for index in range(20)]
-    assert episodes[3].error == "reward 'f': timeout: no result after 2 s"
+    assert episodes[3].error == "reward 'f': timeout: no result after 4 s"
     assert score(runner, [episode("x")]) == [1.0]  # still the same event loop
 
 
@@ -300,7 +301,7 @@ def test_an_async_function_that_blocks_its_loop_is_killed(load: Callable[..., Re
 
 
 def test_the_event_loop_keeps_running(load: Callable[..., RewardRunner], tmp_path: Path) -> None:
-    runner = load(entry(tmp_path, "import time\ndef f(completion):\n    time.sleep(1)\n    return 1.0\n"))
+    runner = load(entry(tmp_path, "import time\ndef f(completion):\n    time.sleep(2.5)\n    return 1.0\n"))
 
     async def main() -> float:
         gaps = []
@@ -313,7 +314,7 @@ def test_the_event_loop_keeps_running(load: Callable[..., RewardRunner], tmp_pat
         await scoring
         return max(gaps)
 
-    assert asyncio.run(main()) < 0.5
+    assert asyncio.run(main()) < 2.0
 
 
 def test_cancelling_kills_the_work(load: Callable[..., RewardRunner], tmp_path: Path) -> None:
@@ -383,6 +384,31 @@ def test_report_is_reset(load: Callable[..., RewardRunner]) -> None:
     assert runner.report().metrics() == {}
     score(runner, [episode("5")])
     assert runner.report().functions["f"].mean == 5.0
+
+
+def test_what_is_not_to_be_counted_is_scored_all_the_same(load: Callable[..., RewardRunner]) -> None:
+    """An evaluation calls the training's functions while completions of the training may be scored."""
+
+    def f(completion: str, log_metric: Any) -> float:
+        log_metric("seen", float(completion))
+        return float(completion)
+
+    def g(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+        log_extra("text", completions)
+        return [0.0] * len(completions)
+
+    runner = load(f, g)
+    training, held_out, failing = [episode("1"), episode("3", 1)], [episode("5", 2)], [episode("no number", 3)]
+
+    async def both() -> None:
+        await asyncio.gather(*(runner.score(some, counted=some is training) for some in (held_out, training, failing)))
+
+    asyncio.run(both())
+    assert [one.reward for one in [*training, *held_out, *failing]] == [1.0, 3.0, 5.0, None]
+    report = runner.report()
+    assert (report.functions["f"].calls, report.functions["f"].mean, report.episodes, report.unscored) == (2, 2.0, 2, 0)
+    assert report.metrics()["seen"] == 2.0
+    assert sorted(report.extras["text"]) == [(0, 0, "1"), (1, 0, "3")]
 
 
 def test_logging_of_functions_reaches_the_report(load: Callable[..., RewardRunner]) -> None:

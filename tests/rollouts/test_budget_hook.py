@@ -11,7 +11,7 @@ import pytest
 
 from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.plan import Credit, EpisodePlan, GroupPlan
-from surogate_rl.rollouts.types import EpisodeLimits, Task
+from surogate_rl.rollouts.types import DepthCap, EpisodeLimits, Task
 
 
 class Recorder:
@@ -23,16 +23,19 @@ class Recorder:
 
     def plan(self, block: int, tasks: Sequence[Task]) -> list[GroupPlan]:
         self.planned.append((block, [task.index for task in tasks]))
-        limits = EpisodeLimits(block, 1000)
-        return [GroupPlan(tuple(EpisodePlan(limits, block, s % 2 == 0) for s in range(task.index % 3 + 1))) for task in tasks]
+        limits = [EpisodeLimits(block, 1000, cap=DepthCap("tokens", block, goes_on)) for goes_on in (True, False)]
+        return [GroupPlan(tuple(EpisodePlan(limits[s % 2]) for s in range(task.index % 3 + 1))) for task in tasks]
 
     def observe(self, groups: Sequence[Group]) -> None:
         self.observed += [group.number for group in groups]
 
+    def forget(self, numbers: Sequence[int]) -> None:
+        raise AssertionError("nothing is too old here")
+
     def credit(self, groups: Sequence[Group], rewards: Sequence[Sequence[float | None]]) -> Credit:
         raise AssertionError("the trainer's to ask")
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, seconds: float) -> dict[str, float]:
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -109,5 +112,5 @@ def test_plans_of_what_is_not_used_yet_are_kept_in_checkpoints(fakes: SimpleName
 
 
 def test_plans_survive_json() -> None:
-    plan = GroupPlan((EpisodePlan(), EpisodePlan(EpisodeLimits(8, 64, max_turns=2, max_tokens=5), 5, False)))
+    plan = GroupPlan((EpisodePlan(), EpisodePlan(EpisodeLimits(8, 64, max_turns=2, max_tokens=5, cap=DepthCap("turns", 5, False)))))
     assert GroupPlan.from_state(json.loads(json.dumps(plan.to_state()))) == plan

@@ -502,5 +502,7 @@ def test_memory_is_planned_and_itemised() -> None:
     assert len(plan) == 3
     automatic = [name for name, _ in _core.Generator.plan(spec, max_sequences=4)]
     assert automatic[0] == "KV cache (640 tokens)"  # 4 x the model's 160 positions
-    with pytest.raises(MemoryError, match=r"KV cache \(1600000000 tokens\): .*GiB"):
+    made = _core.Generator(native, max_sequences=4, cache_tokens=320, valid_vocab=VALID)
+    assert made.memory() == _core.Generator.plan(spec, max_sequences=4, cache_tokens=320, valid_vocab=VALID)
+    with pytest.raises(MemoryError, match=r"KV cache \(1600000000 tokens\): .*GiB[^$]*\nTo need less: lower rollouts.kv_cache_gb"):
         _core.Generator(native, cache_tokens=1_600_000_000)

@@ -90,9 +90,28 @@ async def underway(engine: NativeEngine, tokens: int = 1) -> None:
         await asyncio.sleep(0)
 
 
-def slow_learner() -> Learner:
-    """Large enough to be caught in the middle of a few hundred tokens."""
-    return make_learner(layers=6, hidden=192)
+class Gate:
+    """Lets an engine take one step and holds it in the next until it is opened: what is under way then is so on every machine."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._real, self._first, self._opened = engine._step, True, threading.Event()
+        engine._step = self._step  # type: ignore[method-assign]
+
+    def _step(self) -> None:
+        if not self._first:
+            assert self._opened.wait(60)
+        self._first = False
+        self._real()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def open_for(self, work: Coroutine[Any, Any, None]) -> None:
+        """Opens once `work` has begun, and waits for that: a pause or an end that comes in the middle of a step."""
+        task = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        self.open()
+        await task
 
 
 # Generating -----------------------------------------------------------------------------------------------------------------------
@@ -170,13 +189,15 @@ def test_two_event_loops_share_an_engine() -> None:
 def test_cancelling_aborts_and_frees_the_cache() -> None:
     async def body() -> None:
         # The cache holds one request of this size only, so the second can run only once the first is gone.
-        engine = make_engine(slow_learner(), cache_tokens=2048)
+        engine = make_engine(cache_tokens=2048)
+        gate = Gate(engine)
         long = request(max_tokens=2000)
         task = asyncio.create_task(engine.generate(long))
         await underway(engine)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        gate.open()
         completion = await engine.generate(replace(long, params=replace(long.params, max_tokens=30)))
         assert len(completion.tokens) == 30
         await engine.health()
@@ -230,14 +251,15 @@ def test_stop_strings_need_a_tokenizer() -> None:
 
 def test_every_token_carries_the_version_it_was_sampled_with() -> None:
     async def body() -> None:
-        learner = slow_learner()
+        learner = make_learner()
         engine = make_engine(learner)
+        gate = Gate(engine)
         assert engine.version == 0
         await engine.update_weights(learner, 5)
         assert engine.version == 5
         task = asyncio.create_task(engine.generate(request(max_tokens=900)))
         await underway(engine)
-        await engine.pause()
+        await gate.open_for(engine.pause())
         await engine.update_weights(learner, 6)
         await engine.resume()
         completion = await task
@@ -276,11 +298,12 @@ def test_another_learner_is_refused() -> None:
 
 def test_nothing_is_sampled_during_a_pause() -> None:
     async def body() -> None:
-        engine = make_engine(slow_learner())
+        engine = make_engine()
         free = await engine.generate(request(max_tokens=500))
+        gate = Gate(engine)
         task = asyncio.create_task(engine.generate(request(max_tokens=500)))
         await underway(engine)
-        await engine.pause()
+        await gate.open_for(engine.pause())
         await engine.pause()  # twice is once
         (running,) = engine._running.values()
         size = len(running.tokens)
@@ -303,10 +326,11 @@ def test_nothing_is_sampled_during_a_pause() -> None:
 
 def test_close_cancels_what_is_pending_and_may_be_called_again() -> None:
     async def body() -> None:
-        engine = make_engine(slow_learner())
+        engine = make_engine()
+        gate = Gate(engine)
         tasks = [asyncio.create_task(engine.generate(request(seed=i, max_tokens=800))) for i in range(20)]
         await underway(engine)
-        await engine.close()
+        await gate.open_for(engine.close())
         await engine.close()
         for task in tasks:
             with pytest.raises(RuntimeError, match="the native engine was closed before this request was finished"):
@@ -320,10 +344,11 @@ def test_close_cancels_what_is_pending_and_may_be_called_again() -> None:
 
 def test_close_during_a_pause() -> None:
     async def body() -> None:
-        engine = make_engine(slow_learner())
+        engine = make_engine()
+        gate = Gate(engine)
         task = asyncio.create_task(engine.generate(request(max_tokens=800)))
         await underway(engine)
-        await engine.pause()
+        await gate.open_for(engine.pause())
         await engine.close()
         with pytest.raises(RuntimeError, match="closed before this request"):
             await task
@@ -341,11 +366,13 @@ def test_a_closed_engine_gives_its_memory_back() -> None:
 
 def test_a_failure_reaches_everyone_with_its_cause() -> None:
     async def body() -> None:
-        learner = slow_learner()
+        learner = make_learner()
         engine = make_engine(learner)
+        gate = Gate(engine)
         tasks = [asyncio.create_task(engine.generate(request(seed=i, max_tokens=1000))) for i in range(10)]
         await underway(engine)
-        learner.load("norm.weight", np.full(192, np.nan, np.float32))
+        learner.load("norm.weight", np.full(32, np.nan, np.float32))
+        gate.open()
         for task in tasks:
             with pytest.raises(RuntimeError, match=r"the native engine failed: RuntimeError: .* are not finite") as caught:
                 await task

@@ -166,16 +166,19 @@ def late_engine(fakes: SimpleNamespace, late: int) -> Any:
     return LateEngine()
 
 
-def test_what_is_too_old_is_dropped_counted_and_replaced(fakes: SimpleNamespace) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_is_too_old_is_dropped_counted_and_replaced(fakes: SimpleNamespace, staleness: int) -> None:
     async def work() -> None:
         engine = late_engine(fakes, 10)
-        stream = fakes.make_stream(engine, max_staleness=1)
+        engine.length_of = lambda task, seed: 3
+        stream = fakes.make_stream(engine, max_staleness=staleness)
         batches = await fakes.serve(stream, engine, range(1, 6), learning=60)
-        dropped = [batch.metrics["rollouts/dropped_stale"] for batch in batches]
+        dropped = [batch.metrics.get("rollouts/dropped_stale", 0.0) for batch in batches]
         assert sum(dropped) > 0
+        assert [batch.metrics.get("rollouts/dropped_stale_tokens", 0.0) for batch in batches] == [2 * 3 * count for count in dropped]
         for step, batch in enumerate(batches, start=1):
             assert len(batch.groups) == 4
-            assert all(step - 1 - (group.oldest_version or 0) <= 1 for group in batch.groups)
+            assert all(step - 1 - (group.oldest_version or 0) <= staleness for group in batch.groups)
         taken = [number for batch in batches for number in (group.number for group in batch.groups)]
         assert taken == sorted(set(taken))
         await stream.close()
@@ -220,10 +223,25 @@ def test_groups_without_signal_are_passed_over_and_replaced(fakes: SimpleNamespa
         assert batch.position == [7, 15, 23][step - 1]
         assert [group.number for group in batch.used] == list(range([0, 7, 15][step - 1], batch.position))
         assert batch.metrics["dynamic_sampling/discarded_groups"] == len(batch.used) - 4
+        assert batch.metrics["dynamic_sampling/discarded_tokens"] == (len(batch.used) - 4) * 2 * slow
         assert batch.metrics["dynamic_sampling/rounds"] == len(batch.used) / 4
         assert batch.metrics["dynamic_sampling/missing_groups"] == 0
         assert batch.metrics["dynamic_sampling/reward"] == 0.5
-        assert ("rollouts/cut_stragglers" in batch.metrics) == (oversample > 0)
+        assert ("rollouts/unused_spares" in batch.metrics) == (oversample > 0)
+
+
+def test_tokens_of_spares_are_counted(fakes: SimpleNamespace) -> None:
+    """Of the two behind the batch one has ended, with one token in each of its two completions; the other is still under way."""
+
+    async def work() -> None:
+        engine = fakes.TickEngine(lambda task, seed: [9, 9, 9, 9, 1, 30][task])
+        stream = fakes.make_stream(engine, oversample=2)
+        (batch,) = await fakes.serve(stream, engine, range(1, 2))
+        assert batch.metrics["rollouts/unused_spares"] == 2
+        assert batch.metrics["rollouts/unused_spare_tokens"] == 2
+        await stream.close()
+
+    fakes.run(work())
 
 
 def test_spares_and_speed_change_no_result(fakes: SimpleNamespace) -> None:
@@ -403,7 +421,7 @@ def test_spares_are_cut_without_killing_their_rewards(fakes: SimpleNamespace) ->
         stream = fakes.make_stream(engine, scorer, oversample=4, max_rounds=4)
         batch = await stream.collect(1)
         assert [group.number for group in batch.groups] == [0, 2, 4, 6]
-        assert batch.metrics["rollouts/cut_stragglers"] >= 2
+        assert batch.metrics["rollouts/unused_spares"] >= 2
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert engine.running == 0

@@ -13,6 +13,8 @@ import pytest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tool_use"
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def run(output: Path, *arguments: str) -> str:
     command = [sys.executable, str(EXAMPLE / "run.py"), "--output", str(output), *arguments]

@@ -122,4 +122,4 @@ def test_live_on_a_terminal() -> None:
 def test_plain_where_a_terminal_cannot_redraw(environment: dict[str, str]) -> None:
     text = on_terminal(**environment)
     assert "\x1b[" not in text
-    assert "step 2/4  loss 0.5  100 tok/s  eta 0:00" in text
+    assert re.search(r"step 2/4  loss 0\.5  100 tok/s  eta \d+:\d\d", text)

@@ -4,12 +4,15 @@ import json
 import resource
 import shutil
 import signal
+import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from surogate_rl.checkpoint import CheckpointError, CheckpointStore
+from surogate_rl.checkpoint import CheckpointError, CheckpointStore, LazyArray
 
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "count": np.array([7], dtype=np.int64)}
 STATE = {"step": 1, "position": [1, 2]}
@@ -29,6 +32,35 @@ def test_round_trip_and_rotation(tmp_path: Path) -> None:
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(loaded.arrays[name], array)
         assert loaded.arrays[name].dtype == array.dtype
+
+
+def test_at_most_one_array_is_in_memory(tmp_path: Path) -> None:
+    """Neither when they are written nor when they are read. The format's own reader agrees on what was written."""
+    rng = np.random.default_rng(0)
+    values = {"a": rng.normal(size=(3, 5)).astype("f4"), "b": np.array([-(2**40)]), "c": rng.normal(size=7), "d": np.zeros((0, 4), "f4")}
+    alive: list[weakref.ref[np.ndarray]] = []
+
+    def make(name: str) -> np.ndarray:
+        assert all(earlier() is None for earlier in alive)
+        made = values[name].copy()
+        alive.append(weakref.ref(made))
+        return made
+
+    lazy = {name: LazyArray(value.shape, value.dtype, partial(make, name)) for name, value in values.items()}
+    path = CheckpointStore(tmp_path, keep=None).save(1, lazy, STATE)
+    assert len(alive) == 4
+    arrays = CheckpointStore.load(path).arrays
+    for found in (load_file(path / "arrays.safetensors"), arrays):
+        assert set(found) == set(values)
+        for name, value in values.items():
+            assert found[name].dtype == value.dtype
+            np.testing.assert_array_equal(found[name], value)
+    assert arrays["a"] is not arrays["a"]
+    assert "e" not in arrays
+    wrong = {"w": LazyArray((2,), np.dtype(np.float32), lambda: np.zeros(3, np.float32))}
+    with pytest.raises(CheckpointError, match=r"w is float32 \[3\], float32 \[2\] was said; nothing was written"):
+        CheckpointStore(tmp_path, keep=None).save(2, wrong, STATE)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_half_written_one_is_neither_seen_nor_in_the_way(tmp_path: Path) -> None:

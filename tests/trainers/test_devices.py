@@ -10,8 +10,11 @@ import pytest
 from surogate_rl.config import load_config
 from surogate_rl.config.schema import TrainConfig
 from surogate_rl.config.yaml_source import dump
-from surogate_rl.trainers import plan, session
-from surogate_rl.trainers.session import learner_choices
+from surogate_rl.learner import Learner
+from surogate_rl.models import inspect_model
+from surogate_rl.trainers import plan
+from surogate_rl.trainers.learner_options import learner_choices
+from surogate_rl.trainers.memory import MemoryPlan
 
 Base = Callable[..., dict[str, Any]]
 
@@ -80,20 +83,23 @@ def test_gradients_are_lent_where_a_step_is_one_backward(planned: Any, command: 
     assert [options["compute"].lend_gradients for options in learner_choices(config, 64)] == expected
 
 
-def test_the_largest_choice_that_fits_is_made(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = planned("dpo", device="cuda")
-    made: list[tuple[bool, bool]] = []
+def test_the_largest_choice_that_fits_is_made(planned: Any) -> None:
+    """Each choice is made as soon as it fits, and none before."""
+    config = planned("dpo", device="cuda", memory_limit_gb=64.0)
+    spec = plan(config).memory
+    sizes = [sum(size for _, size in Learner.plan(inspect_model(config.model).spec, **options)) for options in choices_of(spec)]
+    assert sizes == sorted(sizes, reverse=True)
+    made = [(True, False), (False, False), (False, True)]
+    assert sizes[1] > sizes[2]
+    for size in sizes:
+        memory = plan(planned("dpo", device="cuda", memory_limit_gb=size / 2**30)).memory
+        assert (memory.learner["compute"].keep_logits, memory.learner["recompute"]) == made[sizes.index(size)]
+        assert memory.bytes == size
+    assert not plan(planned("dpo", device="cuda", memory_limit_gb=(sizes[-1] - 1) / 2**30)).memory.fits
 
-    def learner(spec: Any, **options: Any) -> str:
-        made.append((options["compute"].keep_logits, options["recompute"]))
-        if not options["recompute"]:
-            raise MemoryError("too much")
-        return "learner"
 
-    monkeypatch.setattr(session, "Learner", learner)
-    loaded: Any = type("Loaded", (), {"spec": None})
-    assert session.make_learner(config, loaded, 64) == "learner"  # type: ignore[comparison-overlap]
-    assert made == [(True, False), (False, False), (False, True)]
+def choices_of(memory: MemoryPlan) -> list[dict[str, Any]]:
+    return learner_choices(memory.config, memory.demands.max_tokens)
 
 
 def test_plan_of_a_gpu_run(planned: Any) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
 
 import surogate_rl
+
+from .outputs import rows_by_step, same, weights
 
 Make = Callable[..., dict[str, Any]]
 TURNS = Path(__file__).parent / "turns.py"
@@ -28,23 +28,14 @@ def multi(base: Make, **changes: Any) -> dict[str, Any]:
     return made
 
 
-def weights(directory: Path) -> dict[str, Any]:
-    (path,) = directory.glob("*.safetensors")
-    return load_file(path)
-
-
-def same(a: Path, b: Path) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(weights(a).values(), weights(b).values(), strict=True))
-
-
 def rollouts(result: Any, step: int = 1) -> list[dict[str, Any]]:
-    return pq.read_table(result.output_dir / "rollouts" / f"step-{step:08d}.parquet").to_pylist()
+    return rows_by_step(result.output_dir)[step - 1]
 
 
 def test_a_run_without_reward_functions(base: Make, tmp_path: Path) -> None:
     result = surogate_rl.grpo(multi(base))
     again = surogate_rl.grpo(multi(base, output_dir=str(tmp_path / "again")))
-    assert same(result.final_model, again.final_model)
+    assert same(weights(result.final_model), weights(again.final_model))
     for line in result.history:
         assert line["grad_norm"] > 0
         assert line["episodes/turns_mean"] == 3.0
@@ -85,7 +76,7 @@ def test_credit_by_turns_changes_what_is_learned_and_where(base: Make, tmp_path:
         multi(base, loss=loss, max_steps=1, environment={"turn_credit": "reward_to_go"}, output_dir=str(tmp_path / "turns"))
     )
     assert [row["tokens"] for row in rollouts(whole)] == [row["tokens"] for row in rollouts(turns)]
-    assert not same(whole.final_model, turns.final_model)
+    assert not same(weights(whole.final_model), weights(turns.final_model))
     # with a single turn both are the same thing
     one = {"environment": {"args": {"turns": 1}}}
     a = surogate_rl.grpo(multi(base, loss=loss, **one, output_dir=str(tmp_path / "a")))
@@ -112,14 +103,41 @@ def test_limits_are_cuts_and_evaluation_plays_in_the_same_environment(base: Make
 
 
 def test_an_environment_that_fails_or_hangs_loses_its_episode_and_not_the_run(base: Make) -> None:
-    result = surogate_rl.grpo(multi(base, environment={"timeout": 1.0, "args": {"fail_on": 1, "hang_on": 2}}, max_steps=1))
+    result = surogate_rl.grpo(multi(base, environment={"timeout": 3.0, "args": {"fail_on": 1, "hang_on": 2}}, max_steps=1))
     (line,) = [line for line in result.history if "loss" in line]
     assert line["episodes/environment_errors"] == 8.0 == line["completions/unscored"]
     rows = rollouts(result)
     assert {row["error"] for row in rows if row["sample"] == 1} == {"environment: step: ValueError: the board broke"}
-    assert {row["error"] for row in rows if row["sample"] == 2} == {"environment: step: no result after 1 s"}
+    assert {row["error"] for row in rows if row["sample"] == 2} == {"environment: step: no result after 3 s"}
     assert all(row["reward"] is None and row["advantage"] == 0.0 for row in rows if row["sample"] in (1, 2))
     assert all(row["reward"] is not None for row in rows if row["sample"] in (0, 3))
+
+
+def test_text_that_no_encoding_can_hold_ends_no_run_and_no_resumed_one(base: Make) -> None:
+    """In observations, in what the environment raises, and in what a reward raises."""
+
+    def broken(completion: str) -> float:
+        if "1" in completion:
+            raise ValueError("\ud83d")
+        return float(len(completion))
+
+    config = multi(base, environment={"args": {"odd": True, "fail_on": 1}}, max_steps=2, save_steps=1)
+    config["rewards"] = []
+    result = surogate_rl.grpo(config, rewards=[broken])
+    assert result.steps == 2
+    rows = [row for step in (1, 2) for row in rollouts(result, step)]
+    assert {row["error"] for row in rows if row["sample"] == 1} == {"environment: step: ValueError: the board broke\ufffd"}
+    assert any("\ufffd" in row["error"] for row in rows if row["sample"] != 1 and row["error"] is not None)
+    assert all("7=\ufffd" in row["messages"] for row in rows)
+    resumed = surogate_rl.grpo(config | {"max_steps": 3, "resume": "auto"}, rewards=[broken])
+    assert resumed.steps == 3
+
+
+def test_calls_that_hang_are_counted(base: Make) -> None:
+    """Two completions of each of four groups sleep longer than they may, on threads of their own."""
+    config = multi(base, environment={"name": f"{TURNS}:Sleeping", "timeout": 0.2}, max_steps=1)
+    (line,) = [line for line in surogate_rl.grpo(config).history if "loss" in line]
+    assert line["episodes/environment_errors"] == 8.0 == line["episodes/hung_calls"]
 
 
 def test_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: Path) -> None:

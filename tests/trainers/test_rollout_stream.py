@@ -14,50 +14,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
-import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
 
 import surogate_rl
 from surogate_rl.config import parse_config
+from surogate_rl.errors import InputError
 from surogate_rl.learner import Learner
 from surogate_rl.rollouts.engines.native import NativeEngine
+from surogate_rl.rollouts.stream import Batch, RolloutStream
 from surogate_rl.trainers.plan import stream_lines
+from surogate_rl.trainers.sampling import Rollouts
+
+from .outputs import lines, rows_by_step, same, weights
 
 Make = Callable[..., dict[str, Any]]
-
-
-def weights(directory: Path) -> dict[str, np.ndarray]:
-    (path,) = directory.glob("*.safetensors")
-    return load_file(path)
-
-
-def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def logged(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def rows(directory: Path) -> list[list[dict[str, Any]]]:
-    return [pq.read_table(path).to_pylist() for path in sorted((directory / "rollouts").glob("step-*.parquet"))]
 
 
 def rollouts(**changes: Any) -> dict[str, Any]:
     return {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8, "max_sequences": 16} | changes
 
 
-def first_digit(completion: str, answer: str) -> float:
-    """A sparse reward: many groups have none."""
-    return float(completion[:1] == answer[:1])
-
-
 def sparse(base: Make, **changes: Any) -> dict[str, Any]:
     config = base("grpo", **changes)
-    config["rewards"] = [f"{Path(__file__)}:first_digit"]
+    config["rewards"] = [f"{Path(__file__).parent / 'digits.py'}:first_digit"]
     return config
 
 
@@ -65,7 +45,19 @@ def sparse(base: Make, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss", [{}, {"num_iterations": 2, "num_minibatches": 2}, {"loss_type": "rloo", "beta": 0.1}])
-def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(base: Make, tmp_path: Path, loss: dict[str, Any]) -> None:
+def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(
+    base: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: dict[str, Any]
+) -> None:
+    batch = Rollouts.batch
+
+    def late(self: Rollouts, step: int) -> Batch:
+        """In every second step the engine has sampled all that it may before the learner begins to learn."""
+        found = batch(self, step)
+        while step % 2 and self._stream is not None and self._stream.under_way:
+            time.sleep(0.001)
+        return found
+
+    monkeypatch.setattr(Rollouts, "batch", late)
     result = surogate_rl.grpo(base("grpo", max_steps=12, rollouts=rollouts(max_staleness=1, oversample=2), loss=loss))
     first, *rest = result.history
     assert first["rollouts/staleness_max"] == 0
@@ -79,8 +71,8 @@ def test_ahead_of_the_learner_ages_are_measured_bounded_and_corrected(base: Make
     assert all(line["grad_norm"] > 0 for line in result.history)
     # the same prompts in the same order as on policy
     plain = surogate_rl.grpo(base("grpo", max_steps=12, rollouts=rollouts(), loss=loss, output_dir=str(tmp_path / "plain")))
-    assert [[row["task"] for row in step] for step in rows(result.output_dir)] == [
-        [row["task"] for row in step] for step in rows(plain.output_dir)
+    assert [[row["task"] for row in step] for step in rows_by_step(result.output_dir)] == [
+        [row["task"] for row in step] for step in rows_by_step(plain.output_dir)
     ]
 
 
@@ -96,32 +88,66 @@ def test_stale_completions_are_weighed_by_proximal_over_behaviour(base: Make) ->
 
 
 class Trace:
-    """When the engine decodes and when the learner does what: (what, begin, end), in seconds."""
+    """When the engine decodes and when the learner does what: (what, begin, end), in seconds.
+
+    Neither can leave the other behind on any machine: while the learner learns, the engine takes two steps for each forward pass, one
+    before and one after that has begun, as long as it has something to do and is not paused.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spans: list[tuple[str, float, float]] = []
+        self.stream: RolloutStream | None = None
+        self.engine: NativeEngine | None = None
+        self.learning = False
+        self.steps = self.most = 0  # of the engine: taken, and that it may have taken
+        collect, weights_changed = RolloutStream.collect, Rollouts.weights_changed
+
+        async def begin(stream: RolloutStream, step: int) -> Batch:
+            batch = await collect(stream, step)
+            self.stream, self.learning, self.most = stream, True, self.steps
+            return batch
+
+        def end(rollouts: Rollouts, version: int) -> None:
+            self.learning = False
+            weights_changed(rollouts, version)
+
+        monkeypatch.setattr(RolloutStream, "collect", begin)
+        monkeypatch.setattr(Rollouts, "weights_changed", end)
         for cls, name, what in (
             (NativeEngine, "_step", "decode"),
             (Learner, "step", "update"),
-            (Learner, "forward", "pass"),
-            (Learner, "backward", "pass"),
+            (Learner, "forward", "forward"),
+            (Learner, "backward", "backward"),
         ):
             monkeypatch.setattr(cls, name, self._wrap(getattr(cls, name), what))
 
     def _wrap(self, method: Callable[..., Any], what: str) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if what == "decode":
+                self.engine = args[0]
+                while self.learning and self.steps >= self.most and not self._held:
+                    time.sleep(0.0002)
+            elif what == "forward":
+                assert self.stream is not None
+                next_step = self.steps + 1
+                self.most = next_step + 1
+                while self.steps < next_step and self.stream.under_way > 0 and not self._held:
+                    time.sleep(0.0002)
             begin = time.perf_counter()
             try:
-                if what == "decode":
-                    time.sleep(0.002)  # a larger model
                 return method(*args, **kwargs)
             finally:
                 self.spans.append((what, begin, time.perf_counter()))
+                self.steps += what == "decode"
 
         return wrapped
 
-    def of(self, what: str) -> list[tuple[float, float]]:
-        return [(begin, end) for kind, begin, end in self.spans if kind == what]
+    @property
+    def _held(self) -> bool:
+        return self.engine is not None and (self.engine._paused or self.engine._closed)
+
+    def of(self, *what: str) -> list[tuple[float, float]]:
+        return [(begin, end) for kind, begin, end in self.spans if kind in what]
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])
@@ -138,7 +164,7 @@ def test_nothing_is_decoded_while_an_update_writes_but_between_passes(
         loss={"num_minibatches": minibatches},
     )
     result = surogate_rl.grpo(config)
-    updates, decodes, passes = trace.of("update"), trace.of("decode"), trace.of("pass")
+    updates, decodes, passes = trace.of("update"), trace.of("decode"), trace.of("forward", "backward")
     assert len(updates) == 8 * minibatches
     overlapping = [(u, d) for u in updates for d in decodes if d[0] < u[1] and u[0] < d[1]]
     assert overlapping == []
@@ -173,7 +199,7 @@ def test_every_trained_group_has_signal_and_what_was_passed_over_is_counted(base
     settings = rollouts(dynamic_sampling={"enabled": True, "max_rounds": 20})
     result = surogate_rl.grpo(sparse(base, max_steps=6, rollouts=settings))
     used = 0
-    for line, step in zip(result.history, rows(result.output_dir), strict=True):
+    for line, step in zip(result.history, rows_by_step(result.output_dir), strict=True):
         groups = [[row["reward"] for row in step[i : i + 4]] for i in range(0, 16, 4)]
         assert len(step) == 16
         assert all(min(group) != max(group) for group in groups)
@@ -194,7 +220,7 @@ def test_a_limit_that_is_reached_trains_what_there_is(base: Make) -> None:
     assert all(line["dynamic_sampling/rounds"] == 2 for line in result.history)
     assert all(line["dynamic_sampling/missing_groups"] == 4 for line in result.history)
     assert all(line["grad_norm"] == 0 for line in result.history)
-    assert rows(result.output_dir) == []
+    assert rows_by_step(result.output_dir) == []
 
 
 def test_nothing_but_failed_rewards_ends_the_run_under_dynamic_sampling_too(base: Make) -> None:
@@ -221,25 +247,90 @@ def test_on_policy_a_resumed_run_ends_as_an_unbroken_one(base: Make, tmp_path: P
     shutil.rmtree(tmp_path / "broken" / "final")
     resumed = surogate_rl.grpo(broken | {"resume": "auto"})
     assert same(weights(whole.final_model), weights(resumed.final_model))
-    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
-    for a, b in zip(logged(tmp_path / "whole"), logged(tmp_path / "broken"), strict=True):
+    assert rows_by_step(tmp_path / "whole") == rows_by_step(tmp_path / "broken")
+    for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "broken"), strict=True):
         for name in ("epoch", "reward", "loss", "dynamic_sampling/discarded_groups", "dynamic_sampling/reward"):
             assert a[name] == b[name]
 
 
 def test_a_dry_run_shows_the_schedule(base: Make) -> None:
-    def lines(**settings: Any) -> list[str]:
+    def said(**settings: Any) -> list[str]:
         return stream_lines(parse_config(base("grpo", rollouts=rollouts(**settings)), "grpo"))
 
-    assert lines() == []
-    assert lines(max_staleness=2, oversample=3) == [
+    assert said() == []
+    assert said(max_staleness=2, oversample=3) == [
         "while it learns, the next 2 steps may be sampled: at most 8 groups (11 while it waits for its own)",
         "no token that it trains is more than 2 version(s) old (max_staleness)",
     ]
-    assert lines(oversample=2, dynamic_sampling={"enabled": True, "max_rounds": 3}) == [
+    assert said(oversample=2, dynamic_sampling={"enabled": True, "max_rounds": 3}) == [
         "with 2 spare group(s) beside them",
         "groups without signal are replaced, up to 12 groups sampled for a step (dynamic_sampling)",
     ]
+
+
+def test_a_dry_run_says_what_is_carried_over(base: Make) -> None:
+    def said(**settings: Any) -> list[str]:
+        return stream_lines(parse_config(base("grpo", rollouts=rollouts(stragglers="carry_over", **settings)), "grpo"))
+
+    assert said(max_staleness=1, oversample=2) == [
+        "while it learns, no group is begun; at most 6 groups are under way while it waits for its own",
+        "groups under way when enough others have ended are left to the next step (stragglers)",
+        "no token that it trains is more than 1 version(s) old (max_staleness)",
+    ]
+    assert said(max_staleness=2, oversample=2)[0] == (
+        "while it learns, the next step may be sampled: at most 4 groups (10 while it waits for its own)"
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"oversample": 2, "dynamic_sampling": {"enabled": True}}, {"max_staleness": 1}])
+def test_carrying_over_needs_room(base: Make, settings: dict[str, Any]) -> None:
+    config = base("grpo", rollouts=rollouts(stragglers="carry_over", **settings))
+    with pytest.raises(InputError, match=r"rollouts\.stragglers: carry_over .* set max_staleness \(now \d\) and oversample"):
+        parse_config(config, "grpo")
+
+
+def test_carrying_over_takes_no_whole_step(base: Make) -> None:
+    def parse(**settings: Any) -> None:
+        parse_config(base("grpo", rollouts=rollouts(stragglers="carry_over", **settings)), "grpo")
+
+    with pytest.raises(InputError, match=r"4 groups carried over would take all 4 places of the next step"):
+        parse(max_staleness=1, oversample=4)
+    parse(max_staleness=1, oversample=3)
+    parse(max_staleness=2, oversample=4)
+
+
+# Stragglers -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("budget", [{}, {"width": {"max": 6}}, {"depth": {"min_episodes": 16, "max": 8, "explore": 0.5}}])
+def test_carried_over_every_prompt_is_trained_once_and_a_resumed_run_goes_on(
+    base: Make, tmp_path: Path, staleness: int, budget: dict[str, Any]
+) -> None:
+    settings = rollouts(max_staleness=staleness, oversample=3, stragglers="carry_over", max_completion_length=24, max_sequences=8)
+    loss = {"loss_type": "dr_grpo", "scale_rewards": "none"}
+    config = base(
+        "grpo", max_steps=8, save_steps=4, save_total_limit=None, sequence_len=64, rollouts=settings | {"budget": budget}, loss=loss
+    )
+    result = surogate_rl.grpo(config)
+    run = tmp_path / "run"
+    plain = surogate_rl.grpo(
+        base("grpo", max_steps=8, rollouts=rollouts(max_completion_length=1), loss=loss, output_dir=str(tmp_path / "plain"))
+    )
+
+    def tasks(directory: Path) -> list[int]:
+        return sorted(task for step in rows_by_step(directory) for task in {row["task"] for row in step})
+
+    # those of the first eight steps, each as often, and four in each step
+    assert tasks(run) == tasks(plain.output_dir)
+    assert all(len({row["task"] for row in step}) == 4 for step in rows_by_step(run))
+    assert all(line["rollouts/staleness_max"] <= staleness and line["rollouts/dropped_stale"] == 0 for line in result.history)
+    assert all(line["rollouts/passed_over"] <= line["rollouts/carried_over"] for line in result.history)
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    shutil.rmtree(run / "final")
+    resumed = surogate_rl.grpo(config | {"resume": "auto"})
+    assert resumed.steps == 8
+    assert tasks(run) == tasks(plain.output_dir)
 
 
 # Stopping -----------------------------------------------------------------------------------------------------------------------------
@@ -254,43 +345,73 @@ def test_ahead_of_the_learner_a_stopped_run_goes_on_where_it_was(base: Make, tmp
     assert (state["first"], state["step"], state["version"]) == (16, 4, 4)
     assert [entry["number"] for entry in state["unfinished"]] == list(range(16, 16 + len(state["unfinished"])))
     assert state["unfinished"]
-    tasks = [[row["task"] for row in step] for step in rows(run)]
+    tasks = [[row["task"] for row in step] for step in rows_by_step(run)]
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     shutil.rmtree(run / "final")
     result = surogate_rl.grpo(broken | {"resume": "auto"})
     assert result.steps == 6
-    assert [line["step"] for line in logged(run)] == [1, 2, 3, 4, 5, 6]
-    assert [[row["task"] for row in step] for step in rows(run)] == tasks
-    assert logged(run)[4]["rollouts/staleness_max"] == 0  # sampled anew, with the weights of the checkpoint
-    assert logged(run)[5]["rollouts/staleness_max"] <= 1
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
+    assert [[row["task"] for row in step] for step in rows_by_step(run)] == tasks
+    assert lines(run)[4]["rollouts/staleness_max"] == 0  # sampled anew, with the weights of the checkpoint
+    assert lines(run)[5]["rollouts/staleness_max"] <= 1
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_interrupted_with_requests_under_way_nothing_hangs_or_is_left(base: Make, tmp_path: Path, times: int) -> None:
     config = base("grpo", max_steps=100000, sequence_len=64, rollouts=rollouts(max_staleness=1, oversample=4, max_completion_length=50))
     script = textwrap.dedent(f"""
+        import itertools, time
         import surogate_rl
+        from surogate_rl.learner import Learner
+        from surogate_rl.rollouts.engines.native import NativeEngine
+        forward, decode, count, pause = Learner.forward, NativeEngine._step, itertools.count(1), 0.0
+        def hold(*arguments, **options):
+            global pause
+            if {times} == 2 and next(count) == 60:  # in the middle of a step, which only the second signal ends
+                pause = 0.3  # the engine is not done by then
+                print("HELD", flush=True)
+                time.sleep(600)
+            return forward(*arguments, **options)
+        def slow(engine):
+            time.sleep(pause)
+            decode(engine)
+        Learner.forward, NativeEngine._step = hold, slow
         try:
             surogate_rl.grpo({config!r})
         except KeyboardInterrupt as stop:
             print("STOPPED", stop, flush=True)
     """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") > 2):
-        time.sleep(0.05)
-    workers = psutil.Process(process.pid).children(recursive=True)
-    assert workers
-    for _ in range(times):
+    out, err, metrics = tmp_path / "out", tmp_path / "err", tmp_path / "run" / "metrics.jsonl"
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None, err.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=stdout, stderr=stderr)
+    try:
+        wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2)
+        if times == 2:
+            wait_for(lambda: "HELD" in out.read_text())
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers
         process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert "STOPPED" in out
+        if times == 2:
+            wait_for(lambda: "once more to stop at once" in err.read_text())
+            process.send_signal(signal.SIGINT)
+        process.wait(120)
+    finally:
+        process.kill()
+        process.wait()
+    assert "STOPPED" in out.read_text()
     if times == 1:
         assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     for noise in ("never retrieved", "was destroyed", "Exception ignored", "Traceback"):
-        assert noise not in err
-    psutil.wait_procs(workers, timeout=10)
+        assert noise not in err.read_text()
+    psutil.wait_procs(workers, timeout=30)
     assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
 
 

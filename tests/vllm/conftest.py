@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from transformers import AutoConfig
 
 from surogate_rl import _core
 from surogate_rl.data.packing import PackSequence, pack
-from surogate_rl.learner import Learner
+from surogate_rl.learner import AdapterUse, Learner, LoraSettings
 from surogate_rl.models.load import describe
+from surogate_rl.rollouts.engines.stop_strings import StopStrings
+from surogate_rl.rollouts.engines.vllm import engine as vllm_engine
 from surogate_rl.rollouts.engines.vllm.engine import VllmEngine
 from surogate_rl.rollouts.engines.vllm.factory import cpu_environment
 from surogate_rl.rollouts.engines.vllm.options import VllmOptions
@@ -30,7 +33,8 @@ from surogate_rl.trainers.event_loop import EventLoop
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
-CONTEXT = 1024
+CONTEXT = 2048
+ADAPTER_SCALE = 0.4
 VOCAB, VALID = 320, 256  # the model's vocabulary is padded beyond the tokenizer's
 
 LLAMA: dict[str, Any] = {
@@ -56,6 +60,7 @@ LLAMA: dict[str, Any] = {
 }
 # biases on q, k and v, and a head that is the embedding
 QWEN2 = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "hidden_size": 128}
+QWEN3 = LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 
 
 @pytest.fixture(scope="session")
@@ -79,19 +84,23 @@ def loop() -> Iterator[EventLoop]:
     loop.close()
 
 
-def make_learner(config: dict[str, Any], *, scale: float) -> Learner:
+def make_learner(config: dict[str, Any], *, scale: float, lora: LoraSettings | None = None) -> Learner:
     """A learner of a random model; large enough weights that positions and layers all matter."""
     _, fields = describe(AutoConfig.for_model(**config), config, "test")
-    learner = Learner(_core.ModelSpec(**fields), max_tokens=2 * CONTEXT, threads=1)
+    learner = Learner(_core.ModelSpec(**fields), max_tokens=2 * CONTEXT, threads=1, lora=lora)
     randomise(learner, 0, scale)
+    if lora is not None:
+        randomise(learner, 1, ADAPTER_SCALE, adapter=True)
     return learner
 
 
-def randomise(learner: Learner, seed: int, scale: float) -> None:
+def randomise(learner: Learner, seed: int, scale: float, *, adapter: bool = False) -> None:
+    """Other weights, or another adapter."""
     rng = np.random.default_rng(seed)
     for info in learner.tensors():
-        value = scale * rng.standard_normal(info.shape)
-        learner.load(info.name, (value + ("norm" in info.name)).astype(np.float32))
+        if info.is_adapter == adapter:
+            value = scale * rng.standard_normal(info.shape)
+            learner.load(info.name, (value + ("norm" in info.name)).astype(np.float32))
 
 
 def make_options(python: str, log: Path, config: dict[str, Any] = LLAMA, **changes: Any) -> VllmOptions:
@@ -111,7 +120,7 @@ def make_options(python: str, log: Path, config: dict[str, Any] = LLAMA, **chang
         log=log,
         python=python,
         environments=(cpu_environment(eager=True),),
-        startup_timeout=240,
+        startup_timeout=600,
         heartbeat=0.5,
         timeout=120,
         probe_tolerance=0.01,
@@ -126,19 +135,56 @@ class Bytes:
         return bytes(token_ids).decode("utf-8", "replace")
 
 
+class Counting(StopStrings):
+    """Knows how many tokens it was shown, and finds its stop string when it is told to."""
+
+    tokens = 0
+    found = False
+
+    def feed(self, token: int) -> bool:
+        self.tokens += 1
+        return super().feed(token) or self.found
+
+
+class UnderWay:
+    """Requests that go on until they are told to finish, whatever the speed of the machine; their tokens arrive one by one."""
+
+    def __init__(self) -> None:
+        self.tasks: list[asyncio.Task[Completion]] = []
+        self.seen: list[Counting] = []
+
+    async def more(self, tokens: int) -> None:
+        """Waits until each has that many tokens more."""
+        wanted = [each.tokens + tokens for each in self.seen]
+        while len(self.seen) < len(self.tasks) or any(each.tokens < least for each, least in zip(self.seen, wanted, strict=True)):
+            await asyncio.sleep(0.002)
+            wanted += [tokens] * (len(self.seen) - len(wanted))
+            assert not [task.result() for task in self.tasks if task.done()]
+
+    async def finish(self) -> list[Completion]:
+        for each in self.seen:
+            each.found = True
+        return await asyncio.gather(*self.tasks)
+
+
+NEVER = ("\N{SNOWMAN}\N{COMET}\N{UMBRELLA}",)  # a stop string that random bytes do not spell
+
+
 class Bench:
-    """One engine with its learner, and calls that wait."""
+    """An engine with its learner, and calls that wait."""
 
     valid_vocab = VALID
 
-    def __init__(self, loop: EventLoop, config: dict[str, Any], options: VllmOptions, scale: float = 0.15) -> None:
+    def __init__(
+        self, loop: EventLoop, config: dict[str, Any], options: VllmOptions, scale: float = 0.15, lora: LoraSettings | None = None
+    ) -> None:
         self.loop, self.scale = loop, scale
-        self.learner = make_learner(config, scale=scale)
+        self.learner = make_learner(config, scale=scale, lora=lora)
         self.engine = VllmEngine(self.learner, options, tokenizer=Bytes())
         self.version = 0
         self.run(self.engine.begin())
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float = 240) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 600) -> T:
         return self.loop.run(asyncio.wait_for(work, timeout))
 
     def sample(self, prompts: Sequence[Sequence[int]], **params: Any) -> list[Completion]:
@@ -153,16 +199,34 @@ class Bench:
 
         return self.run(all_of_them())
 
+    async def under_way(self, count: int) -> UnderWay:
+        """Requests that have ten tokens each and go on. Their prompts and seeds are 0, 1, ..."""
+        result = UnderWay()
+
+        def counted(*arguments: Any) -> Counting:
+            result.seen.append(Counting(*arguments))
+            return result.seen[-1]
+
+        most = CONTEXT - 1
+        with mock.patch.object(vllm_engine, "StopStrings", counted):
+            for number in range(count):
+                request = GenerateRequest([number], SamplingParams(most, seed=number, stop=NEVER))
+                result.tasks.append(asyncio.ensure_future(self.engine.generate(request)))
+            await result.more(10)
+        return result
+
     def sync(self) -> dict[str, float]:
         self.version += 1
         self.run(self.engine.update_weights(self.learner, self.version))
         return self.engine.take_metrics()
 
-    def gap(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float = 1.0) -> float:
+    def gap(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float = 1.0, adapter: AdapterUse = "live"
+    ) -> float:
         """Mean absolute difference of the engine's log-probabilities from the learner's."""
         differences = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            logps = self.score([*prompt, *completion.tokens], temperature)[len(prompt) :]
+            logps = self.score([*prompt, *completion.tokens], temperature, adapter)[len(prompt) :]
             differences.append(np.abs(np.asarray(completion.logps) - logps))
         return float(np.mean(np.concatenate(differences)))
 
@@ -170,17 +234,20 @@ class Bench:
         """Gives the learner other weights."""
         randomise(self.learner, seed, self.scale)
 
-    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray[Any, Any]:
-        return score(self.learner, tokens, temperature)
+    def randomise_adapter(self, seed: int) -> None:
+        randomise(self.learner, seed, ADAPTER_SCALE, adapter=True)
+
+    def score(self, tokens: Sequence[int], temperature: float = 1.0, adapter: AdapterUse = "live") -> np.ndarray[Any, Any]:
+        return score(self.learner, tokens, temperature, adapter)
 
     def close(self) -> None:
         self.run(self.engine.close())
 
 
-def score(learner: Learner, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray[Any, Any]:
+def score(learner: Learner, tokens: Sequence[int], temperature: float = 1.0, adapter: AdapterUse = "live") -> np.ndarray[Any, Any]:
     """The learner's log-probability of each token but the first (whose is 0)."""
     (batch,) = pack([[PackSequence(tokens=tokens, mask=[False, *[True] * (len(tokens) - 1)])]], learner.max_tokens)
-    logp = learner.score(batch, temperature=temperature, valid_vocab=VALID).logp
+    logp = learner.score(batch, temperature=temperature, valid_vocab=VALID, adapter=adapter).logp
     return np.concatenate([[0.0], logp[: len(tokens) - 1]])
 
 
@@ -218,13 +285,23 @@ def server(benches: Callable[[str], Bench]) -> Bench:
     return benches("server")
 
 
+@pytest.fixture(scope="session")
+def open_bench(loop: EventLoop, vllm_python: str) -> Callable[..., Bench]:
+    """Makes one more engine for the float32 Llama, which the caller closes: its log, and keyword arguments that change its options."""
+
+    def make(log: Path, **changes: Any) -> Bench:
+        return Bench(loop, LLAMA, make_options(vllm_python, log, **changes))
+
+    return make
+
+
 @pytest.fixture
-def make_bench(loop: EventLoop, vllm_python: str, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def make_bench(open_bench: Callable[..., Bench], tmp_path: Path) -> Iterator[Callable[..., Bench]]:
     """Makes one more engine for the float32 Llama; keyword arguments change its options."""
     made: list[Bench] = []
 
     def make(**changes: Any) -> Bench:
-        made.append(Bench(loop, LLAMA, make_options(vllm_python, tmp_path / "vllm.log", **changes)))
+        made.append(open_bench(tmp_path / "vllm.log", **changes))
         return made[-1]
 
     yield make

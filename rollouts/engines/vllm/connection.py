@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from surogate_rl.rollouts.engines.vllm.errors import EngineFailed, EngineGone
+from surogate_rl.rollouts.engines.vllm.errors import EngineBusy, EngineFailed, EngineGone
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import wire
 
 Event = Callable[[list[Any]], None]
@@ -32,29 +32,33 @@ class Connection:
 
         Raises:
             ValueError: the engine refuses it.
+            EngineBusy: it serves another run.
             EngineGone: the connection ended, or `timeout` seconds passed without an answer.
             EngineFailed: it went wrong there.
         """
         if self._gone is not None:
-            raise self._gone
+            raise EngineGone(str(self._gone))
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = (answer, event)
+        expiry = asyncio.timeout(timeout)
         try:
             self._writer.write(wire.encode({"id": number, "op": operation, **fields}, len(body) if body is not None else 0))
             if body is not None:
                 self._writer.write(body)
-            async with asyncio.timeout(timeout):
+            async with expiry:
                 await self._writer.drain()
                 header = await answer
-        except TimeoutError:
-            raise EngineGone(f"no answer to {operation} within {timeout:g} s") from None
         except asyncio.CancelledError:
             if self._gone is None:
                 self._writer.write(wire.encode({"id": next(self._numbers), "op": "cancel", "target": number}))
             raise
-        except ConnectionError as error:
-            raise EngineGone(f"the connection ended ({error})") from error
+        except EngineGone:
+            raise
+        except OSError as error:  # also a TimeoutError, which may be the network's own
+            if expiry.expired():
+                raise EngineGone(f"no answer to {operation} within {timeout:g} s") from None
+            raise EngineGone(f"the connection ended ({error or type(error).__name__})") from error
         finally:
             self._waiting.pop(number, None)
         if "error" not in header:
@@ -63,6 +67,8 @@ class Connection:
         kind, message = header["error"]["kind"], header["error"]["message"]
         if kind == "rejected":
             raise ValueError(message)
+        if kind == "busy":
+            raise EngineBusy(message)
         if kind == "dead":
             raise EngineGone(message)
         raise EngineFailed(f"vLLM: {message}")
@@ -72,6 +78,8 @@ class Connection:
         try:
             while True:
                 header, _ = await wire.receive(self._reader)
+                # bytes that are there already do not suspend the read: a backlog of tokens would keep everybody else waiting
+                await asyncio.sleep(0)
                 answer, event = self._waiting.get(header["id"], (None, None))
                 if answer is None or answer.done():
                     continue
@@ -82,8 +90,8 @@ class Connection:
                     answer.set_result(header)
         except (EOFError, asyncio.IncompleteReadError):
             pass
-        except ConnectionError as error:
-            problem = str(error)
+        except OSError as error:
+            problem = f"the connection ended ({error or type(error).__name__})"
         finally:
             self._end(EngineGone(problem))
 

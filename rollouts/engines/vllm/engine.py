@@ -160,20 +160,35 @@ class VllmEngine:
             if replica.weights >= 0 and replica.alive:
                 return
             self._require_open()
+            await self._replace(replica, None)
             while True:
-                try:
-                    await replica.restart()
-                    if self._snapshot is not None:
-                        await replica.update(self._snapshot, self._version)
-                    if self._paused:
-                        await replica.call("pause", timeout=self.options.timeout)
+                if self._snapshot is not None:
+                    await self._give(replica, self._snapshot, self._version)
+                if not self._paused:
                     return
-                except EngineGone:
-                    continue
-                except BaseException as error:
-                    if isinstance(error, EngineFailed):
-                        self._failure = error
-                    raise
+                try:
+                    await replica.call("pause", timeout=self.options.timeout)
+                    return
+                except EngineGone as error:
+                    await self._replace(replica, error)
+
+    async def _replace(self, replica: Replica, gone: EngineGone | None) -> None:
+        """Ends a replica that is gone, or half of it, and starts it again until it stands. It has no weights then.
+
+        Raises:
+            EngineFailed: it cannot be kept alive; the message says what `gone` does.
+        """
+        while True:
+            if gone is not None:
+                replica.kill(str(gone))
+            try:
+                await replica.restart()
+                return
+            except EngineGone as error:
+                gone = error
+            except EngineFailed as error:
+                self._failure = error
+                raise
 
     # Weights ----------------------------------------------------------------------------------------------------------------------
 
@@ -218,9 +233,9 @@ class VllmEngine:
         while True:
             try:
                 return await replica.update(snapshot, version)
-            except EngineGone:
-                await replica.restart()
-            except SyncFailed as error:
+            except EngineGone as error:
+                await self._replace(replica, error)
+            except EngineFailed as error:  # SyncFailed among them
                 self._failure = error
                 raise
 
@@ -244,8 +259,8 @@ class VllmEngine:
                 if self._paused:
                     await replica.call("pause", timeout=options.timeout)
                 break
-            except EngineGone:
-                await replica.restart()
+            except EngineGone as error:
+                await self._replace(replica, error)
                 assert self._snapshot is not None
                 await self._give(replica, self._snapshot, self._version)
         probes = [probe.Probe(prompt, answer["tokens"], answer["logps"]) for prompt, answer in zip(asked, answers, strict=True)]

@@ -13,5 +13,9 @@ class EngineGone(ConnectionError):
     """The engine's process or its connection ended, or it fell silent. It can be started again."""
 
 
+class EngineBusy(EngineGone):
+    """Another run has the engine: a server that the user has started. It can be asked again."""
+
+
 class SyncFailed(EngineFailed):
     """After a weight update the engine does not have the learner's weights. The message names the tensors."""

@@ -128,6 +128,7 @@ def make_vllm_engine(
     *,
     sequences: int,
     free: int | None,
+    cache_bytes: int = 0,
     output_dir: Path,
 ) -> VllmEngine:
     """The engine that `config` asks for; `begin` lets it get ready in the background.
@@ -135,21 +136,23 @@ def make_vllm_engine(
     Args:
         launched: its processes.
         sequences: that are under way together, at the most.
-        free: bytes that the engine's device has for it; None: unknown, or not the engine's business (other devices).
+        free: bytes that the engine's device has for it; None: unknown, or not the engine's business (other devices). Servers of the user's
+            are asked for the same engine whatever is free here.
+        cache_bytes: of keys and values, as the run's memory was planned; 0: as `engine_memory` chooses.
 
     Raises:
         MemoryError, EngineFailed: it does not fit or cannot be started.
     """
     return VllmEngine(
         learner,
-        vllm_options(config, loaded, learner, sequences=sequences, free=free, output_dir=output_dir),
+        vllm_options(config, loaded, learner, sequences=sequences, free=free, cache_bytes=cache_bytes, output_dir=output_dir),
         tokenizer=loaded.tokenizer,
         processes=launched.processes,
     )
 
 
 def vllm_options(
-    config: GrpoConfig, loaded: LoadedModel, learner: Learner, *, sequences: int, free: int | None, output_dir: Path
+    config: GrpoConfig, loaded: LoadedModel, learner: Learner, *, sequences: int, free: int | None, cache_bytes: int = 0, output_dir: Path
 ) -> VllmOptions:
     vllm, rollouts = resolve_vllm(config), config.rollouts
     assert vllm.dtype != "auto"
@@ -160,22 +163,24 @@ def vllm_options(
     context = min(config.sequence_len, spec.max_positions)
     gpu = config.device == "cuda"
     tensors = learner.tensors()
+    if not cache_bytes and rollouts.kv_cache_gb is not None:
+        cache_bytes = int(rollouts.kv_cache_gb * 2**30)
     memory = engine_memory(
         spec,
         sum(torch.Size(info.shape).numel() for info in tensors if not info.is_adapter),
         vllm.dtype,
         sequences=sequences,
         context=context,
-        free=free if vllm.mode == "colocate" or not gpu else None,
+        free=free if vllm.base_url is None and (vllm.mode == "colocate" or not gpu) else None,
         gpu=gpu,
-        cache_bytes=int(rollouts.kv_cache_gb * 2**30) if rollouts.kv_cache_gb is not None else None,
+        cache_bytes=cache_bytes or None,
     )
     arguments: dict[str, Any] = {
         "max_model_len": context,
         "max_num_seqs": sequences,
         "tensor_parallel_size": vllm.tensor_parallel_size,
         "enforce_eager": bool(vllm.enforce_eager),
-        "seed": config.seed % 2**31,
+        "seed": 0,  # each completion has its own; a server keeps its engine for a run with another one
     }
     memory_bytes = 0
     if vllm.gpu_memory_utilization is not None and gpu:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -19,7 +20,8 @@ from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import guard
 
 _HOST = Path(__file__).parent / "host"
 _MODULE = "surogate_vllm.main"
-_ENDING = 0.2  # seconds between the end of a process's sockets and its own
+_TOKEN = "SUROGATE_VLLM_TOKEN"  # where the program looks for its secret
+_ENDING = 2.0  # seconds that may pass between the end of a process's sockets and its own, on a busy machine
 _TAIL = 30  # lines of the log that an error quotes
 
 # What makes vLLM look into the network, or into the environment of the run
@@ -56,6 +58,8 @@ class EngineProcess:
         self._early_log = Path(self._folder) / "start.log"
         self._killed = False
         self.log: Path | None = None  # what it prints once it has been told where to
+        self.token = secrets.token_hex(16)  # what a connection must show: others of this machine reach a server's port too
+        self._memory: dict[str, int] = {}
         ours, theirs = socket.socketpair()
         self._lifeline = ours
         passed = [theirs]
@@ -91,6 +95,7 @@ class EngineProcess:
         inherited = environment.get("PYTHONPATH") if shutil.which(python) == sys.executable else None
         environment |= _QUIET
         environment["PYTHONPATH"] = os.pathsep.join([str(_HOST), *([inherited] if inherited else [])])
+        environment[_TOKEN] = self.token
         # everything that vLLM leaves lying about goes into one folder, but for what later runs profit from
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
         environment["VLLM_RPC_BASE_PATH"] = environment["TMPDIR"] = environment[guard.FOLDER] = self._folder
@@ -141,12 +146,16 @@ class EngineProcess:
         where = f" (all of it in {self.log})" if self.log is not None and self.log.is_file() else ""
         return f"{state}; what it printed last{where}:\n" + "\n".join(f"    {line}" for line in lines)
 
+    def note_memory(self) -> None:
+        """Remembers which named memory the tree has by now: if it is killed from outside as a whole, nothing else tells."""
+        self._memory |= guard.memory_of(self._process.pid)
+
     def kill(self) -> None:
         """Ends the whole tree at once and waits for it."""
         if self._killed:
             return
         self._killed = True
-        guard.kill(self._process.pid, self._folder)
+        guard.kill(self._process.pid, self._folder, self._memory)
         self._process.wait()
         self._release()
 

@@ -17,6 +17,7 @@ from surogate_rl.rollouts.engines.vllm.process import EngineProcess
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 
 _SLOWEST = 20e6  # bytes per second of an update that is still waited for
+_RETRY = 1.0  # seconds until a server that did not take this run is asked again
 
 
 class Replica:
@@ -38,6 +39,7 @@ class Replica:
         self._connection: Connection | None = None
         self._heart: asyncio.Task[None] | None = None
         self._cause = ""
+        self._hindrance = ""  # what has kept a server from taking this run so far
         self._busy = 0  # operations that may keep it from answering a heartbeat
         self._launch()
 
@@ -63,34 +65,63 @@ class Replica:
             settings["log"] = str(self._process.log)
         return settings
 
-    async def connect(self) -> None:
-        """Returns when it can generate (with weights that are not yet the learner's).
+    async def connect(self, *, again: bool = False) -> None:
+        """Returns when it can generate (with weights that are not yet the learner's). A server of the user's that serves another run, or
+        that cannot be reached, is waited for.
+
+        Args:
+            again: it has been ready before; an end on the way is one more to recover from.
 
         Raises:
             EngineFailed: it cannot be started, or not within `startup_timeout`.
+            EngineGone: it ended meanwhile (with `again`).
         """
         limit = self.options.startup_timeout
+        self._hindrance = ""
         try:
             async with asyncio.timeout(limit):
-                self._connection = await self._open(limit)
-                await self._connection.call("hello", protocol=wire.PROTOCOL, token=self.options.token)
-                await self._connection.call("start", settings=self._settings())
+                connection = self._connection = await self._greeted(limit)
+                await connection.call("start", settings=self._settings())
+            if self._process is not None:
+                await asyncio.to_thread(self._process.note_memory)
         except TimeoutError:
             self.kill()
-            raise EngineFailed(f"{self.name} was not ready after {limit:g} s (rollouts.vllm.startup_timeout){self._end()}") from None
-        except EngineGone as error:
-            end = self._end()
-            self.kill()
-            raise EngineFailed(f"{self.name} could not be started: {error}{end}") from error
-        except EngineFailed as error:
+            hindrance = f": {self._hindrance}" if self._hindrance else ""
+            message = f"{self.name} was not ready after {limit:g} s (rollouts.vllm.startup_timeout){hindrance}{self._end()}"
+            raise EngineFailed(message) from None
+        except (EngineGone, EngineFailed) as error:
+            if again and isinstance(error, EngineGone):
+                self.kill(str(error))
+                raise
             end = self._end()
             self.kill()
             raise EngineFailed(f"{self.name} could not be started: {error}{end}") from error
         except ValueError as error:
             self.kill()
             raise EngineFailed(f"{self.name} could not be started: {error}") from error
+        except BaseException:  # whoever waited for it has been cancelled
+            self.kill()
+            raise
         self.start_seconds = time.monotonic() - self._launched
-        self._heart = asyncio.create_task(self._beat(self._connection))
+        self._heart = asyncio.create_task(self._beat(connection))
+
+    async def _greeted(self, limit: float) -> Connection:
+        """A connection whose other end has let this run in."""
+        while True:
+            connection = self._connection = await self._open(limit)
+            try:
+                await connection.call("hello", protocol=wire.PROTOCOL, token=self._token)
+                return connection
+            except EngineGone as error:  # EngineBusy among them: its last run, maybe this one, may not have gone yet
+                if self.url is None:
+                    raise
+                self._hindrance = str(error)
+                connection.abort()
+                await asyncio.sleep(_RETRY)
+
+    @property
+    def _token(self) -> str:
+        return self._process.token if self._process is not None else self.options.token
 
     async def _open(self, limit: float) -> Connection:
         if self._process is not None and self._process.connection is not None:
@@ -107,7 +138,8 @@ class Replica:
             except OSError as error:
                 if self._process is not None:
                     raise EngineFailed(f"{self.name} does not answer at {host}:{port} ({error})") from error
-                await asyncio.sleep(1)  # the user may be starting it again
+                self._hindrance = f"it does not answer ({error})"
+                await asyncio.sleep(_RETRY)  # the user may be starting it again
 
     def _end(self) -> str:
         return f"; {self._process.describe_end()}" if self._process is not None else ""
@@ -147,6 +179,9 @@ class Replica:
             if (adapter := snapshot.adapter) is not None:
                 report = await self.call("adapter", timeout=self._timeout, config=adapter.config, body=adapter.tensors, version=version)
                 _checked(self.name, report)
+        except BaseException:
+            self.weights = -1  # whatever it has now
+            raise
         finally:
             self._busy -= 1
         assert report is not None
@@ -197,6 +232,7 @@ class Replica:
         """
         Raises:
             EngineFailed: it has been restarted `max_restarts` times, or does not start.
+            EngineGone: it ended again on the way.
         """
         cause = self._cause or f"it ended{self._end()}"
         self._cause = ""
@@ -208,7 +244,7 @@ class Replica:
         self.kill()
         self._connection, self._process = None, None
         self._launch()
-        await self.connect()
+        await self.connect(again=True)
 
     async def close(self) -> None:
         if self._heart is not None:

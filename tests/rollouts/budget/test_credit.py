@@ -16,7 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from surogate_rl.rollouts.budget.credit import EpisodePlan, Outcome, prompt_weights, step_credits, token_advantages
+from surogate_rl.batch import PackedBatch, Totals
+from surogate_rl.data.packing import PackSequence, pack
+from surogate_rl.objectives import PolicyGradient, group_advantages
+from surogate_rl.objectives.gradient import seeds
+from surogate_rl.rollouts.budget.credit import (
+    Credit,
+    EpisodePlan,
+    Outcome,
+    past_cap,
+    prompt_weights,
+    step_credits,
+    token_advantages,
+    token_importance,
+)
 
 STATES = ("", "0", "1", "00", "01", "10", "11", "010", "011", "110")
 ENDS = {
@@ -44,20 +57,13 @@ class Path:
     outcome: Outcome
 
     def gradient(self, before: float, after: float) -> np.ndarray:
-        advantages, _ = token_advantages(
-            [True] * len(self.actions),
-            list(range(len(self.actions))),
-            self.outcome.plan,
-            type(CREDIT)(before, after),
-        )
+        past, _ = past_cap([True] * len(self.actions), list(range(len(self.actions))), self.outcome.plan)
+        advantages = token_advantages(past, Credit(before, after))
         result = np.zeros(len(STATES))
         for place, action in enumerate(self.actions):
             state = self.actions[:place]
             result[STATES.index(state)] += advantages[place] * ((action == "1") - go_one(state))
         return result
-
-
-CREDIT = step_credits([[Outcome(EpisodePlan(), 0.0, False), Outcome(EpisodePlan(), 1.0, False)]])[0][0]
 
 
 def go_one(state: str) -> float:
@@ -232,10 +238,8 @@ def test_equal_credits_give_exactly_nothing() -> None:
 
 def test_equal_groups_without_cuts_are_the_plain_ones() -> None:
     """The factor (n - 1) / n makes leave-one-out advantages those of the group's mean, scaled or not, as group_advantages has them."""
-    from surogate_rl.objectives import group_advantages
-
     rewards = [[0.0, 1.0, 1.0, 0.25], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, None]]
-    for scale in ("none", "batch"):
+    for scale in ("none", "batch", "group"):
         plain = group_advantages(rewards, scale_rewards=scale, loss_type="dr_grpo")
         ours = step_credits([[Outcome(EpisodePlan(), r, False) for r in group] for group in rewards], scale=scale, factor=0.75)
         for expected, found in zip(plain.values, ours, strict=True):
@@ -243,18 +247,111 @@ def test_equal_groups_without_cuts_are_the_plain_ones() -> None:
 
 
 def test_variance_of_exploration() -> None:
-    """With V and R as they are in practice, less exploration is noisier, and the baseline of later tokens matters: with b in place of V
-    the same gradient has more variance. (Exact second moments over groups of two.)"""
+    """With V and R as they are in practice, less exploration is noisier, and the baseline of later tokens matters: with b in place of V,
+    (R - b) / e instead of (R - V) / e, the expected gradient is the same and its variance greater. (Exact, over groups of two.)"""
     value = sum(chance(a) * r for a, r in ENDS.items() if len(a) > CAP) / sum(chance(a) for a in ENDS if len(a) > CAP)
 
-    def second_moment(explore: float) -> float:
-        total = 0.0
+    def moments(explore: float, later: str) -> tuple[np.ndarray, float]:
+        first, second = np.zeros(len(STATES)), 0.0
         for members in itertools.product(paths(explore, value), repeat=2):
             probability = math.prod(path.probability for path in members)
             (credits,) = step_credits([[path.outcome for path in members]])
-            gradient = sum(path.gradient(c.before, c.after) for path, c in zip(members, credits, strict=True)) / 2
-            total += probability * float(gradient @ gradient)
-        return total
+            # what is known of the reward of the other one of the two: b
+            known = [value if path.outcome.cut else path.outcome.reward for path in members]
+            gradient = np.zeros(len(STATES))
+            for path, credit, b in zip(members, credits, reversed(known), strict=True):
+                after = credit.after if later == "V" else (path.outcome.reward - b) / explore
+                gradient += path.gradient(credit.before, after) / 2
+            first += probability * gradient
+            second += probability * float(gradient @ gradient)
+        return first, second
 
-    moments = [second_moment(explore) for explore in (0.1, 0.25, 0.5, 0.99)]
-    assert moments == sorted(moments, reverse=True)
+    grid = (0.1, 0.25, 0.5, 0.99)
+    ours, others = ([moments(explore, later) for explore in grid] for later in ("V", "b"))
+    assert [second for _, second in ours] == sorted((second for _, second in ours), reverse=True)
+    for (first, second), (other_first, other_second) in zip(ours, others, strict=True):
+        np.testing.assert_allclose(first, exact_gradient(), atol=1e-12)
+        np.testing.assert_allclose(other_first, first, atol=1e-12)
+        assert other_second > 1.05 * second
+
+
+# ---- terms that are summed over tokens --------------------------------------------------------------------------------------------------
+
+REFERENCE = dict(zip(STATES, (-0.5, 0.2, 0.1, 0.9, -0.2, 0.0, -1.0, 0.6, 0.3, -0.8), strict=True))
+BETA, ENTROPY, LENGTH, WEIGHED = 0.3, 0.05, 4, 2.5
+
+
+def logp_of(actions: str, place: int, logits: dict[str, float]) -> float:
+    one = 1 / (1 + math.exp(-logits[actions[:place]]))
+    return math.log(one if actions[place] == "1" else 1 - one)
+
+
+def term_seeds(path: Path, *, importance: bool) -> tuple[np.ndarray, np.ndarray]:
+    """d loss / d logp and d loss / d entropy of the path's actions, as the objective makes them without any reward."""
+    past, _ = past_cap([True] * len(path.actions), list(range(len(path.actions))), path.outcome.plan)
+    extra = {"importance": [0.0, *token_importance(past, path.outcome.plan, Credit(0.0, 0.0))]} if importance else {}
+    places = range(len(path.actions))
+    reference = [0.0] + [logp_of(path.actions, place, REFERENCE) for place in places]
+    sequence = PackSequence(
+        tokens=[5, *map(int, path.actions)],
+        mask=[False] + [True] * len(path.actions),
+        per_token={"reference_logp": reference, **extra},
+        per_sequence={"advantage": 0.0},
+    )
+    (batch,) = pack([[sequence]], 16)
+    objective = PolicyGradient("dr_grpo", beta=BETA, entropy_coef=ENTROPY, max_completion_length=LENGTH)
+    logp = np.array([logp_of(path.actions, place, LOGITS) for place in places] + [0.0], dtype=np.float32)
+    entropy = np.ones(len(path.actions) + 1, dtype=np.float32)
+    found = seeds(objective, logp, entropy, batch, Totals(int(WEIGHED), 1, importance=WEIGHED))
+    assert found.dentropy is not None
+    return found.dlogp[:-1], found.dentropy[:-1]
+
+
+def expected_terms(explore: float, *, importance: bool) -> tuple[np.ndarray, np.ndarray]:
+    """By state: expected gradients of the KL term by its logit, and of the loss by its entropy."""
+    kl, entropy = np.zeros(len(STATES)), np.zeros(len(STATES))
+    for path in paths(explore, 0.37):
+        dlogp, dentropy = term_seeds(path, importance=importance)
+        for place, action in enumerate(path.actions):
+            state = path.actions[:place]
+            kl[STATES.index(state)] += path.probability * dlogp[place] * ((action == "1") - go_one(state))
+            entropy[STATES.index(state)] += path.probability * dentropy[place]
+    return kl, entropy
+
+
+@pytest.mark.parametrize("explore", [0.1, 0.5])
+def test_kl_and_entropy_are_those_without_a_cap(explore: float) -> None:
+    """k3 = exp(r - p) - (r - p) - 1 has the derivative 1 - exp(r - p) by p; of the mean entropy, each state's is its probability of being
+    visited over the number of tokens. Without the weights whatever lies past the cap is multiplied by e."""
+    kl, entropy = np.zeros(len(STATES)), np.zeros(len(STATES))
+    for actions in ENDS:
+        for place, action in enumerate(actions):
+            state = STATES.index(actions[:place])
+            slope = 1 - math.exp(logp_of(actions, place, REFERENCE) - logp_of(actions, place, LOGITS))
+            kl[state] += chance(actions) * BETA * slope * ((action == "1") - go_one(actions[:place])) / LENGTH
+            entropy[state] -= chance(actions) * ENTROPY / WEIGHED
+    found = expected_terms(explore, importance=True)
+    np.testing.assert_allclose(found[0], kl, atol=1e-6)
+    np.testing.assert_allclose(found[1], entropy, rtol=1e-5)
+    late = np.array([len(state) >= CAP for state in STATES])
+    plain = expected_terms(explore, importance=False)[0]
+    np.testing.assert_allclose(plain, np.where(late, explore * kl, kl), atol=1e-6)
+    assert np.abs(plain - kl).max() > 0.1 * np.abs(kl).max() * (1 - explore)
+
+
+def test_importance_is_counted_over_the_whole_step() -> None:
+    """Two trained tokens of 1 and one of 4; prompts' do not count, and metrics are means over what tokens stand for."""
+
+    def batch(importance: list[float]) -> PackedBatch:
+        mask = [False] + [True] * (len(importance) - 1)
+        per_token = {"importance": importance, "reference_logp": [0.0] * len(importance)}
+        return pack([[PackSequence([5] * len(importance), mask, per_token, {"advantage": 0.0})]], 16)[0]
+
+    first, second = batch([7.0, 1.0, 4.0]), batch([7.0, 1.0])
+    totals = Totals.of([first, second])
+    assert (totals.tokens, totals.importance) == (3, 6.0)
+    objective = PolicyGradient("dr_grpo", entropy_coef=0.5, max_completion_length=2)
+    logp = np.zeros(3, dtype=np.float32)
+    found = seeds(objective, logp, np.array([2.0, 0.5, 9.0], dtype=np.float32), first, totals)
+    assert found.loss == pytest.approx(-0.5 * (1 * 2.0 + 4 * 0.5) / 6)
+    assert found.metrics["entropy"] == pytest.approx((4.0, 5.0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from surogate_rl.errors import InputError
 from surogate_rl.rollouts.budget.credit import EpisodePlan
 from surogate_rl.rollouts.budget.depth import DepthBudget, DepthSettings, Observed
 from surogate_rl.rollouts.budget.grid import DepthGrid
@@ -150,10 +152,44 @@ def test_resumed_state_plans_alike(make_law: Any) -> None:
     plans = [budget.plan(task, seed) for task in range(10) for seed in range(20)]
     assert plans == [again.plan(task, seed) for task in range(10) for seed in range(20)]
     assert any(plan.cap is not None for plan in plans)
-    with pytest.raises(ValueError, match="cells"):
-        DepthBudget(settings, DepthGrid.of("tokens", 30)).restore(budget.state())
-    with pytest.raises(ValueError, match=r"depth\.buckets"):
+    with pytest.raises(InputError, match=r"depth\.buckets"):
         DepthBudget(DepthSettings(buckets=2), grid).restore(budget.state())
+
+
+@pytest.mark.parametrize(
+    ("unit", "horizon", "bounds", "named"),
+    [
+        ("tokens", 512, {}, "256 tokens, this run up to 512 tokens"),
+        ("tokens", 40, {}, "256 tokens, this run up to 40 tokens"),
+        ("turns", 256, {}, "256 tokens, this run up to 256 turns"),
+        ("tokens", 256, {"max": 50}, "other bounds"),
+        ("tokens", 256, {"max": 64}, None),  # on the grid as it is
+    ],
+)
+def test_depths_of_another_run_are_not_taken_over(unit: Any, horizon: int, bounds: dict[str, int], named: str | None) -> None:
+    """64 cells of 256 tokens are not 64 cells of 512: their numbers agree, what they say does not."""
+    state = DepthBudget.of(DepthSettings(), "tokens", 256).state()
+    through_json = {name: np.array(json.loads(json.dumps(values.tolist()))) for name, values in state.items()}
+    other = DepthBudget.of(DepthSettings(**bounds), unit, horizon)
+    if named is None:
+        other.restore(through_json)
+        return
+    with pytest.raises(InputError, match=named):
+        other.restore(through_json)
+
+
+def test_bounds_are_kept_to_the_token(make_law: Any) -> None:
+    """Cells of 64 tokens, and caps between 100 and 120 or up to 50 all the same."""
+    both, most = (DepthBudget.of(DepthSettings(**b), "tokens", 4096) for b in ({"min": 100, "max": 120}, {"max": 50}))
+    assert [both.grid.edges[cell - 1] for cell in (both.rule.least, both.rule.most)] == [100, 120]
+    assert [most.grid.edges[cell - 1] for cell in (most.rule.least, most.rule.most)] == [50, 50]
+    assert most.grid.edges[:4] == (50, 64, 128, 192)
+    rng = np.random.default_rng(10)
+    depths = rng.integers(1, 1000, size=400)
+    most.observe([Observed(i, EpisodePlan(unit="tokens"), int(d), False, float(d < 40), int(d)) for i, d in enumerate(depths)])
+    assert {most.plan(task, task).cap for task in range(500)} == {50}
+    with pytest.raises(InputError, match=r"min: episodes have at most 12 turns anyway.*12 or more would never cut one"):
+        DepthBudget.of(DepthSettings(min=12), "turns", 12)
 
 
 def test_grids() -> None:

@@ -50,6 +50,36 @@ def test_neyman_is_the_best() -> None:
     assert efficiency(variances, best) > 1.2
 
 
+def test_no_other_numbers_make_variance_times_cost_less() -> None:
+    """All other numbers with the same sum tried, where completions of the first prompt take eight times the tokens of the last."""
+    variances, costs = [0.25, 0.2, 0.01], [8.0, 2.0, 1.0]
+
+    def product(numbers: tuple[int, ...] | list[int]) -> float:
+        spread = sum(v / n for v, n in zip(variances, numbers, strict=True))
+        return spread * sum(c * n for c, n in zip(costs, numbers, strict=True))
+
+    total = 60
+    best = allocate(variances, total, 2, 56, 0.0, costs)
+    others = [(a, b, total - a - b) for a in range(2, 57) for b in range(2, 57) if 2 <= total - a - b <= 56]
+    assert product(best) == pytest.approx(min(map(product, others)), rel=2e-3)
+    assert product(allocate(variances, total, 2, 56, 0.0)) > 1.05 * product(best)
+    assert efficiency(variances, best, costs) == pytest.approx(product([20, 20, 20]) / product(best))
+    assert allocate(variances, total, 2, 56, 0.0, [3.0] * 3) == allocate(variances, total, 2, 56, 0.0)
+
+
+def test_expected_tokens_of_a_task() -> None:
+    """By hand: visits of 10 and 40 tokens in the mean, a discount of one half, and the population's mean (25) as one visit more."""
+    history = TaskHistory(discount=0.5, keep=1.0)
+    assert history.cost(1) == 1.0
+    history.add_cost(1, [10, 10])
+    history.add_cost(1, [30, 50])
+    assert history.cost(1) == pytest.approx((25 + 0.5 * 10 + 40) / (1 + 0.5 + 1))
+    assert history.cost(2) == pytest.approx(25)
+    again = TaskHistory(discount=0.5, keep=1.0)
+    again.restore(history.state())
+    assert (again.cost(1), again.cost(2)) == (history.cost(1), history.cost(2))
+
+
 def test_beta_posterior() -> None:
     """Against the Beta distribution of scipy, with the prior's strength as fitted."""
     stats = pytest.importorskip("scipy.stats")

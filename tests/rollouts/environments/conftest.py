@@ -156,6 +156,7 @@ def play() -> Callable[..., tuple[Episode, Script]]:
         timeout: float = 5.0,
         inline: bool = False,
         seed: int = 7,
+        vocab: int | None = None,
     ) -> tuple[Episode, Script]:
         task = task or Task(0, [{"role": "user", "content": "hi"}], None, {})
         engine = Script(tokenizer, turns)
@@ -169,6 +170,7 @@ def play() -> Callable[..., tuple[Episode, Script]]:
                 limits=limits or EpisodeLimits(512, 4096),
                 calls=EnvironmentCalls(timeout),
                 inline=inline,
+                vocab=vocab,
             )
             params = SamplingParams(max_tokens=1, stop_ids=(tokenizer.eos_token_id,))
             return await runner.run(task, runner.encode(task), 0, seed, params)

@@ -22,6 +22,30 @@ class Echo:
         return None
 
 
+class Undecodable(Echo):
+    """Says, is given and raises text that no encoding can hold, as names of files in another encoding are."""
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        return Observation([{"role": "user", "content": "name-\udcff"}])
+
+    async def step(self, episode: Episode, action: str) -> Observation:
+        if action == "raise":
+            raise FileNotFoundError("no such file: name-\udcff")
+        episode.info["files-\udcff"] = 1.0
+        call = {"type": "function", "function": {"name": "list-\udcff", "arguments": {"in\ud83d": ["\ud83d"]}}}
+        turn = {"role": "assistant", "content": f"{action}\ud83d", "tool_calls": [call]} if action == "parts" else None
+        return Observation([{"role": "user", "content": "\ud83d!"}], done=episode.turns >= self.turns, reward=1.0, turn=turn)
+
+
+class Nested(Echo):
+    """Its messages hold themselves."""
+
+    async def step(self, episode: Episode, action: str) -> Observation:
+        message: dict[str, Any] = {"role": "user", "content": "so"}
+        message["self"] = message
+        return Observation([message], reward=1.0)
+
+
 class NoStep:
     def reset(self) -> str:
         return ""

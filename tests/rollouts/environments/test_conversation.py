@@ -222,6 +222,19 @@ def test_a_template_that_refuses_the_turns_says_why(family: Family) -> None:
         conversation.answer(None, [{"role": "system", "content": "be good"}])
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "plain_text"])
+def test_text_that_the_tokenizer_refuses_costs_the_episode(family: Family, name: str) -> None:
+    """Environments' words are made encodable before they come here; a template may still write what is not."""
+    tokenizer = family(name)
+    odd: list[Message] = [{"role": "user", "content": "\ud83d"}]
+    messages = None if name == "plain_text" else CHAT
+    for act in (lambda conversation: conversation.begin(odd), lambda conversation: conversation.answer(None, odd)):
+        conversation = start(tokenizer, messages, "guess: ")
+        say(conversation, tokenizer, [*ids_of(tokenizer, "one"), tokenizer.eos_token_id])
+        with pytest.raises(TemplateRefuses, match="the tokenizer refuses the text: "):
+            act(conversation)
+
+
 def test_plain_text_is_continued_by_the_encoded_answer(family: Family) -> None:
     tokenizer = family("plain_text")
     conversation = start(tokenizer, None, "guess: ")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from surogate_rl.rollouts.environments import check_environment, gives_rewards, make_environments, parse_name
 from surogate_rl.rollouts.environments.games import DIRECTIONS, HiddenCode, KeyDoor, NumberGuess
 from surogate_rl.rollouts.environments.named import EnvironmentConfigError, seed_of
+from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.types import Episode, EpisodeLimits, Task
+from surogate_rl.trainers.rollout_log import RolloutLog
 
 Family = Callable[[str], Any]
 OWN = Path(__file__).parent / "own_environments.py"
@@ -201,6 +205,27 @@ def test_a_users_own(run: Callable[..., Episode]) -> None:
     episode = run(f"{OWN}:Echo", ["ab", "abc"], {"prefix": "say "}, word="it")
     assert (episode.error, episode.turns, episode.turn_rewards, episode.environment_reward) == (None, 2, [2.0, 3.0], 5.0)
     assert contents(episode) == ["hi", "say it", "ab", "abc"]
+
+
+def test_text_that_no_encoding_can_hold_is_replaced_where_it_comes_in(run: Callable[..., Episode], family: Family, tmp_path: Path) -> None:
+    said = run(f"{OWN}:Undecodable", ["go", "parts"])
+    assert (said.error, said.turns, said.environment_reward) == (None, 2, 2.0)
+    assert contents(said) == ["hi", "name-\ufffd", "\ufffd!", "\ufffd!"]
+    assert said.messages[-2] == {
+        "role": "assistant",
+        "content": "parts\ufffd",
+        "tool_calls": [{"type": "function", "function": {"name": "list-\ufffd", "arguments": {"in\ufffd": ["\ufffd"]}}}],
+    }
+    raised = run(f"{OWN}:Undecodable", ["raise"])
+    assert raised.error == "environment: step: FileNotFoundError: no such file: name-\ufffd"
+    nested = run(f"{OWN}:Nested", ["go"])
+    assert nested.error == "environment: step: a message: it is nested more than 64 levels deep"
+    # what the environment keeps for itself is replaced where it is written
+    RolloutLog(tmp_path, family("qwen2_5")).write(1, [Group(said.task, [said, raised, nested])])
+    rows = pq.read_table(tmp_path / "step-00000001.parquet").to_pylist()
+    assert [row["error"] for row in rows] == [None, raised.error, nested.error]
+    assert json.loads(rows[0]["info"]) == {"files-\ufffd": 1.0}
+    assert json.loads(rows[0]["messages"]) == said.messages
 
 
 @pytest.mark.parametrize(

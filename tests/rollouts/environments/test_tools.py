@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from surogate_rl.rollouts.environments import Environments, make_environments
 from surogate_rl.rollouts.environments.named import EnvironmentConfigError
 from surogate_rl.rollouts.environments.tool_formats import FORMATS, ToolCall, format_of, parse
 from surogate_rl.rollouts.environments.tools import ToolDialect
+from surogate_rl.rollouts.manager import Group
 from surogate_rl.rollouts.types import EpisodeLimits, Task
+from surogate_rl.trainers.rollout_log import RolloutLog
 
 Family = Callable[[str], Any]
 HERE = Path(__file__).parent
@@ -106,7 +109,7 @@ def test_calls_of_the_families(kind: str, text: str, content: str, calls: list[T
         (
             "hermes",
             '<tool_call>{"name": "add", "arguments": ' + "[" * 500 + "]" * 500 + "}</tool_call>",
-            "the arguments must be a JSON object",
+            "the call is no valid JSON",  # nested beyond reason
         ),
     ],
 )
@@ -168,7 +171,7 @@ def make(tokenizer: Any, *names: str, **args: Any) -> Environments:
 
 @pytest.fixture(scope="module")
 def tools(family: Family) -> Iterator[Environments]:
-    environments = make(family("qwen2_5"), timeout=1.0, max_result_length=120)
+    environments = make(family("qwen2_5"), timeout=3.0, max_result_length=120)
     yield environments
     environments.close()
 
@@ -207,7 +210,7 @@ def test_an_episode_with_tools(tools: Environments, family: Family, play: Callab
         (call("fails", text="no luck"), "Error: ValueError: no luck"),
         (call("leaves", code=3), "Error: SystemExit: 3"),
         (call("dies", code=3), "Error: dies failed: the worker process died (killed by SIGKILL, perhaps for lack of memory)"),
-        (call("hangs", seconds=60), "Error: hangs gave no result within 1 s"),
+        (call("hangs", seconds=60), "Error: hangs gave no result within 3 s"),
         (call("add", c=1), "Error: missing a required argument: 'a'"),
         (call("subtract", a=1), "Error: there is no tool 'subtract'; the tools are add, greet, later, fails, leaves, dies, hangs, long"),
         ("<tool_call>\n{add}\n</tool_call>", "Error: the call is no valid JSON: {add}"),
@@ -222,6 +225,53 @@ def test_what_goes_wrong_is_told_to_the_model(
     assert (episode.error, episode.turns) == (None, 2)
     assert [m["content"] for m in episode.messages if m["role"] == "tool"] == [told]
     assert episode.info == {"tool_calls": 1.0, "tool_failures": float(told.startswith("Error"))}
+
+
+def test_a_lone_surrogate_in_a_call_is_replaced_before_anybody_sees_it(
+    tools: Environments, family: Family, play: Callable[..., Any], tmp_path: Path
+) -> None:
+    """``\\ud83d`` alone is valid JSON, and no text: the tool echoes it, and problems quote it."""
+    tokenizer = family("qwen2_5")
+    echoed = '<tool_call>\n{"name": "greet", "arguments": {"name": "\\ud83d"}}\n</tool_call>'
+    unknown = '<tool_call>\n{"name": "\\ud83d", "arguments": {}}\n</tool_call>'
+    quoted = '<tool_call>\n{"name": "greet", "arguments": ["\\ud83d"]}\n</tool_call>'
+    coder = '<tool_call>\n<function=add>\n<parameter=a>\n"\\ud83d"\n</parameter>\n</function>\n</tool_call>'
+    raises = '<tool_call>\n{"name": "fails", "arguments": {"text": "\\ud83d"}}\n</tool_call>'
+    written = [echoed, unknown, quoted, coder, raises, "so"]
+    episode, engine = play(tokenizer, tools.make, written, task=tools.prepare(TASK), inline=True)
+    assert (episode.error, episode.turns) == (None, 6)
+    assert [m["content"] for m in episode.messages if m["role"] == "tool"] == [
+        '{"said": "hello \ufffd"}',
+        "Error: there is no tool '\ufffd'; the tools are add, greet, later, fails, leaves, dies, hangs, long",
+        'Error: the arguments must be a JSON object, got ["\ufffd"]',
+        'Error: TypeError: can only concatenate str (not "int") to str',
+        "Error: ValueError: \ufffd",
+    ]
+    assert episode.messages[1]["tool_calls"][0]["function"]["arguments"] == {"name": "\ufffd"}
+    assert "hello" in tokenizer.decode(engine.requests[1].prompt)
+    sampled = [t for s in episode.segments for t, mine in zip(s.tokens, s.sampled, strict=True) if mine]
+    turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in written]
+    assert sampled == [i for turn in turns for i in turn]  # what is trained is what was written
+    RolloutLog(tmp_path, tokenizer).write(1, [Group(episode.task, [episode])])
+    (row,) = pq.read_table(tmp_path / "step-00000001.parquet").to_pylist()
+    assert json.loads(row["messages"]) == episode.messages
+
+
+def test_what_a_tool_itself_returns_is_replaced_too(family: Family, play: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "listing.py").write_text(
+        "def listing(folder: str) -> str:\n"
+        '    """Names of files.\n\n    Args:\n        folder: where\n    """\n'
+        '    return "name-\\udcff.txt"\n'
+    )
+    tokenizer = family("qwen2_5")
+    environments = make_environments("tools", {"tools": [f"{tmp_path / 'listing.py'}:listing"]}, tokenizer)
+    try:
+        task = environments.prepare(TASK)
+        episode, _ = play(tokenizer, environments.make, [call("listing", folder="."), "so"], task=task, inline=True)
+    finally:
+        environments.close()
+    assert (episode.error, episode.turns) == (None, 2)
+    assert [m["content"] for m in episode.messages if m["role"] == "tool"] == ["name-\ufffd.txt"]
 
 
 def test_an_answer_that_a_limit_cuts_is_no_end(tools: Environments, family: Family, play: Callable[..., Any]) -> None:

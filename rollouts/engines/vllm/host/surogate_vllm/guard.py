@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NoReturn
 
 FOLDER = "SUROGATE_VLLM_FOLDER"
@@ -50,16 +52,18 @@ def kill_group() -> NoReturn:
     os._exit(1)
 
 
-def kill(group: int, folder: str) -> None:
+def kill(group: int, folder: str, memory: Mapping[str, int] = MappingProxyType({})) -> None:
     """Kills a process group, and removes what the kernel would not: shared memory that has a name, and the folder of sockets and temporary
     files. Python's resource trackers, which unlink what the processes that they watch have left, are spared: they end by themselves.
 
     Args:
         group: id of the process group; if this process is in it, it does not return.
+        memory: that the group is known to have had (see `memory_of`), whoever of it is left to be asked.
     """
-    for path in {path for process, _ in _members(group) for path in _named_memory(process)}:
+    for path, number in (dict(memory) | memory_of(group)).items():
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            if os.stat(path).st_ino == number:  # not what somebody else has made since under that name
+                os.unlink(path)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     mine = False
@@ -71,6 +75,15 @@ def kill(group: int, folder: str) -> None:
                     os.kill(process, signal.SIGCONT if tracker else signal.SIGKILL)
     if mine:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def memory_of(group: int) -> dict[str, int]:
+    """The named shared memory that living processes of a group have mapped: path and inode number."""
+    found: dict[str, int] = {}
+    for path in {path for process, _ in _members(group) for path in _named_memory(process)}:
+        with contextlib.suppress(OSError):
+            found[path] = os.stat(path).st_ino
+    return found
 
 
 def _members(group: int) -> list[tuple[int, bool]]:

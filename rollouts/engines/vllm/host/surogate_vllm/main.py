@@ -65,14 +65,14 @@ def _end_on_signals() -> None:
 
 async def _serve_socket(connection: socket.socket) -> int:
     reader, writer = await asyncio.open_connection(sock=connection)
-    server = Server()
+    server = Server(own=True, greeting=None)
     await server.serve(reader, writer)
     server.close()
     return 0
 
 
 async def _serve_tcp(host: str, port: int, token: str, lifeline: socket.socket | None, what: str) -> int:
-    server = Server(token)
+    server = Server(token, own=lifeline is not None)
     listening = await asyncio.start_server(server.serve, host, port)
     bound, number = listening.sockets[0].getsockname()[:2]
     if lifeline is not None:

@@ -12,6 +12,7 @@ packed is read back through its own kernel: a product with one-hot rows returns 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zlib
@@ -307,6 +308,14 @@ class Extension:
 
     weight_transfer_engine: BucketTransferEngine
     model_runner: Any
+    finish_weight_update: Any
+    _weight_update_active: bool
+
+    def surogate_abandon(self) -> None:
+        """Ends an update that failed in another worker, or between two calls; vLLM's own worker refuses a new one before that."""
+        with contextlib.suppress(Exception):
+            self.finish_weight_update()  # refuses where none is active any more
+        self._weight_update_active = False
 
     def surogate_verify(self) -> dict[str, Any]:
         return self.weight_transfer_engine.verify()

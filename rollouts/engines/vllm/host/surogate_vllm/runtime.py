@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -32,43 +32,19 @@ class Runtime:
     Args:
         settings: `model_config` (what config.json holds), `engine_args` (of vLLM, by name), `valid_vocab`, and
             `memory_bytes` of the GPU (0: as engine_args say).
+        make: starts the engine.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from .receiver import BACKEND, Extension
-
+    def __init__(self, settings: dict[str, Any], make: Callable[[dict[str, Any]], Any] | None = None) -> None:
         self.version = -1
         self._adapter: Any = None  # what requests ask for: vLLM's own LoRA, or None
         self._adapter_folder = ""
         self._held = self._stopped = False
+        self._broken: set[str] = set()  # "weights", "adapter": what an update has not replaced as a whole; nothing is sampled from that
+        self._updating = asyncio.Lock()
+        self._updates: set[asyncio.Task[dict[str, Any]]] = set()
         self._requests = 0
-        # vLLM reads a model from a folder. Its weights come from the run, so the config is all that this one holds.
-        self._folder = tempfile.mkdtemp(prefix="surogate-vllm-")
-        try:
-            with open(os.path.join(self._folder, "config.json"), "w", encoding="utf-8") as file:
-                json.dump(settings["model_config"], file)
-            self._engine: Any = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=self._folder,
-                    load_format="dummy",
-                    skip_tokenizer_init=True,
-                    # nothing but what the run asks for: no sampling parameters from files, temperature in the log-probabilities
-                    generation_config="vllm",
-                    logprobs_mode="processed_logprobs",
-                    weight_transfer_config={"backend": BACKEND},
-                    worker_extension_cls=f"{Extension.__module__}.{Extension.__qualname__}",
-                    additional_config={"surogate_valid_vocab": settings["valid_vocab"]},
-                    enable_prefix_caching=True,
-                    disable_log_stats=True,
-                    **_share_of_gpu(settings["memory_bytes"]),
-                    **settings["engine_args"],
-                )
-            )
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._engine = (make or _start)(settings)
 
     async def generate(self, prompt: list[int], params: dict[str, Any], each: Callable[[list[int], list[float], list[int]], None]) -> str:
         """Samples one completion; `each` gets (tokens, log-probabilities, versions) as they come. Cancelling aborts it.
@@ -129,7 +105,7 @@ class Runtime:
                 await asyncio.sleep(0)
 
     async def _go_on(self) -> None:
-        if self._stopped and not self._held:
+        if self._stopped and not self._broken and not self._held:
             with _errors():
                 await self._engine.resume_generation()
             self._stopped = False
@@ -137,18 +113,49 @@ class Runtime:
     async def update(self, buckets: list[dict[str, Any]], version: int) -> dict[str, Any]:
         """Loads all weights. Requests that were running go on with them; if a check fails, nothing runs until an update succeeds.
 
+        An update that was begun goes on to its end though who waits for it is cancelled: vLLM would refuse the next one.
+
         Returns: `problems` (empty: the engine has exactly what was sent), `tensors`, `packed`, and seconds of each part.
         """
+        return await self._shielded(self._update(buckets, version))
+
+    async def _shielded(self, update: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        async def alone() -> dict[str, Any]:
+            async with self._updating:
+                return await update
+
+        task = asyncio.create_task(alone())
+        self._updates.add(task)
+        task.add_done_callback(self._updated)
+        return await asyncio.shield(task)
+
+    def _updated(self, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._updates.discard(task)
+        if not task.cancelled():
+            task.exception()  # who waited for it has it; perhaps nobody does any more
+
+    async def settled(self, limit: float) -> bool:
+        """Whether every update has come to its end, after at most `limit` seconds."""
+        return not self._updates or not (await asyncio.wait(self._updates, timeout=limit))[1]
+
+    async def _update(self, buckets: list[dict[str, Any]], version: int) -> dict[str, Any]:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         start = time.perf_counter()
         await self._stop()
         paused = time.perf_counter()
+        self._broken.add("weights")
         with _errors():
-            await self._engine.start_weight_update()
-            for bucket in buckets:
-                await self._engine.update_weights(WeightTransferUpdateRequest(update_info=bucket))
-            await compat.finish_weight_update(self._engine, version)
+            try:
+                await self._engine.start_weight_update()
+                for bucket in buckets:
+                    await self._engine.update_weights(WeightTransferUpdateRequest(update_info=bucket))
+                await compat.finish_weight_update(self._engine, version)
+            except Exception:
+                # workers that had no part in the failure would take the next update for a part of this one, and refuse it
+                with contextlib.suppress(Exception):
+                    await self._engine.collective_rpc("surogate_abandon")
+                raise
         loaded = time.perf_counter()
         with _errors():
             reports = await self._engine.collective_rpc("surogate_verify")
@@ -156,6 +163,7 @@ class Runtime:
         seconds = {"pause": paused - start, "load": loaded - paused, "verify": time.perf_counter() - loaded}
         if not problems:
             self.version = version
+            self._broken.discard("weights")
             await self._go_on()
         return {"problems": problems, "tensors": reports[0]["tensors"], "packed": reports[0]["packed"], "seconds": seconds}
 
@@ -166,11 +174,15 @@ class Runtime:
             config: what adapter_config.json holds.
             tensors: what adapter_model.safetensors holds.
         """
+        return await self._shielded(self._update_adapter(config, tensors, version))
+
+    async def _update_adapter(self, config: dict[str, Any], tensors: bytes, version: int) -> dict[str, Any]:
         from vllm.lora.request import LoRARequest
 
         start = time.perf_counter()
         await self._stop()
         paused = time.perf_counter()
+        self._broken.add("adapter")
         folder = tempfile.mkdtemp(prefix="surogate-adapter-")
         with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
             json.dump(config, file)
@@ -190,6 +202,7 @@ class Runtime:
             problems.append("vLLM did not load the adapter")
         if not problems:
             self.version = version
+            self._broken.discard("adapter")
             await self._go_on()
         seconds = {"pause": paused - start, "load": load - paused, "verify": time.perf_counter() - load}
         return {"problems": problems, "seconds": seconds}
@@ -212,6 +225,39 @@ class Runtime:
     def close(self) -> None:
         self._engine.shutdown()
         shutil.rmtree(self._adapter_folder, ignore_errors=True)
+
+
+def _start(settings: dict[str, Any]) -> Any:
+    """vLLM's engine with random weights."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from .receiver import BACKEND, Extension
+
+    # vLLM reads a model from a folder. Its weights come from the run, so the config is all that this one holds.
+    folder = tempfile.mkdtemp(prefix="surogate-vllm-")
+    try:
+        with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+            json.dump(settings["model_config"], file)
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                # nothing but what the run asks for: no sampling parameters from files, temperature in the log-probabilities
+                generation_config="vllm",
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config={"backend": BACKEND},
+                worker_extension_cls=f"{Extension.__module__}.{Extension.__qualname__}",
+                additional_config={"surogate_valid_vocab": settings["valid_vocab"]},
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+                **_share_of_gpu(settings["memory_bytes"]),
+                **settings["engine_args"],
+            )
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _share_of_gpu(memory: int) -> dict[str, float]:
