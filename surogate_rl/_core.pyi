@@ -45,12 +45,14 @@ class Learner:
         device: str = "cpu",  # or "cuda", "cuda:1", ...
         threads: int = 0,
         deterministic: bool = False,  # cuda: same inputs, same bits
-        head_rows: int = 0,  # rows of logits computed at a time; 0: as many as make 256 MiB (bfloat16: 1 GiB)
+        head_rows: int = 0,  # rows of logits computed at a time; 0: as many as make 256 MiB (bfloat16: 1 or 2 GiB)
         trainable: bool = True,
         recompute: bool = False,
         keep_logits: bool = False,  # all rows' between forward and backward
         head_gradient_in_forward: bool = False,  # with a frozen head: no second product over the vocabulary for backward
         border_adapters: bool = False,  # a linear and its adapters as one product
+        lend_gradients: bool = False,  # their memory holds activations until they are written; one backward per step
+        profile: bool = False,  # cuda: a table of the time of each operation
         recipe: str = "float32",  # of weights and activations; or "bfloat16", on cuda
         logits_dtype: str = "",  # "float32", "bfloat16"; "": as the recipe
         gradient_dtype: str = "float32",  # or "bfloat16"
@@ -123,6 +125,7 @@ class Learner:
     update_count: int
     def snapshot_adapter(self) -> None: ...
     def memory(self) -> list[tuple[str, int]]: ...
+    def workspace_bytes(self) -> int: ...  # that the back-end took for itself, beside memory()
 
 class Generator:
     """Shares the learner's weights and keeps the learner alive."""

@@ -84,6 +84,9 @@ class Compute:
         keep_logits: keep every row's logits between forward and backward, instead of computing them again; the same bits.
         head_gradient_in_forward: with a head that is not trained: forward goes on to its gradient, which backward only scales.
         border_adapters: keep adapters as a border of the frozen weights, so that a linear and its adapters are one product.
+        lend_gradients: with recompute and all weights trained: the memory of gradients holds activations until backward writes them. A step
+            is then made of one backward, and no other pass lies between the two; the same bits.
+        profile: cuda: time every operation, and print a table on stderr when the learner goes.
     """
 
     device: str = "cpu"
@@ -96,6 +99,8 @@ class Compute:
     keep_logits: bool = False
     head_gradient_in_forward: bool = False
     border_adapters: bool = False
+    lend_gradients: bool = False
+    profile: bool = False
 
 
 @dataclass(frozen=True)
@@ -374,6 +379,10 @@ class Learner:
     def memory(self) -> list[tuple[str, int]]:
         """What this learner took, part by part in bytes."""
         return self.native.memory()
+
+    def workspace_bytes(self) -> int:
+        """Of the device, that its back-end took for itself beside :meth:`memory`; grows with the first batches."""
+        return self.native.workspace_bytes()
 
     # Checkpoints ------------------------------------------------------------------------------------------------------------------
 

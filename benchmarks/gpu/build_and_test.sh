@@ -7,6 +7,7 @@
 # Steps: build     the tests, the bench and the Python module (put into surogate_rl/)
 #        tests     every operation beside the CPU's
 #        sanitize  the tests of our own kernels under compute-sanitizer: memory, then races
+#        archs     compiles the back-end for all architectures; needs no GPU
 #        bench     rates at the shapes of three models (MODELS="0.6B 8B optimizer" for some of them)
 #
 # Needs there: nvcc 12.8 or later, CMake, ninja, and cuBLAS and cuDNN 9 from the toolkit or from the packages of python3. Results (logs, and a
@@ -67,16 +68,23 @@ for step in "${steps[@]}"; do
         for tool in memcheck racecheck; do
             echo "-- $tool"
             compute-sanitizer --tool $tool --error-exitcode 9 "$BUILD/surogate_cuda_tests" memory_copy rmsnorm_forward rmsnorm_with qk_norm swiglu \
-                embedding_and linear_bias_backward logprob_refuses adamw_float32 attention_plain_float32 sum_of > "$RESULTS/$tool.log" 2>&1 || failed=1
+                embedding_ linear_bias_backward memory_copies logprob_refuses adamw_float32 attention_plain_float32 sum_of > "$RESULTS/$tool.log" 2>&1 || failed=1
             tail -n 3 "$RESULTS/$tool.log"
         done
+        ;;
+    archs)
+        frontend=()
+        [ ! -e $DEPS/include/cudnn_frontend.h ] || frontend=("-DSUROGATE_CUDNN_FRONTEND=$PWD/$DEPS/include")
+        cmake -S . -B "$BUILD-archs" -G Ninja -DSUROGATE_CUDA=ON -DSUROGATE_PYTHON=OFF "-DSUROGATE_CUDA_ARCHS=80;89;90a;100a;120a" \
+            "-DPython_EXECUTABLE=$(command -v $PYTHON)" "${frontend[@]}"
+        cmake --build "$BUILD-archs" -j "$JOBS" --target surogate_core || failed=1
         ;;
     bench)
         # shellcheck disable=SC2086
         "$BUILD/surogate_cuda_bench" ${MODELS:-} --jsonl "$RESULTS/cuda_ops.jsonl" 2>&1 | tee "$RESULTS/cuda_bench.log" || failed=1
         ;;
     *)
-        echo "unknown step: $step (prepare, build, tests, sanitize, bench)" >&2
+        echo "unknown step: $step (prepare, build, tests, sanitize, archs, bench)" >&2
         exit 2
         ;;
     esac

@@ -39,11 +39,6 @@ void Backend::linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, 
     linear_backward_input(dx, d_low, a, 1.0f, 1.0f);
 }
 
-void Backend::swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up) {
-    swiglu_forward(y, gate_up);
-    swiglu_backward(dgate_up, dy, gate_up);
-}
-
 void Backend::decode_linear(const Tensor&, const Tensor&, const Tensor&, const Tensor&, float, float) {
     no_sampler("decode_linear", device());
 }

@@ -72,8 +72,9 @@ class Backend {
     virtual ~Backend() = default;
 
     virtual Device device() const = 0;
-    virtual std::size_t available_memory() const = 0;  // bytes that allocate() can still give without doing harm
-    virtual void* allocate(std::size_t bytes) = 0;     // aligned to 64 bytes, zeroed
+    virtual std::size_t available_memory() const = 0;    // bytes that allocate() can still give without doing harm
+    virtual std::size_t own_bytes() const { return 0; }  // of the device that it took for itself, beside what allocate() gave out
+    virtual void* allocate(std::size_t bytes) = 0;       // aligned to 64 bytes, zeroed
     virtual void release(void* data) noexcept = 0;
     virtual void upload(const Tensor& out, const void* host) = 0;  // dense host rows into a view: int32, or float32 whatever it is
     virtual void download(void* host, const Tensor& in) = 0;       // a view into dense host rows, likewise
@@ -97,8 +98,8 @@ class Backend {
     virtual void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) = 0;
     /// dx [T,K] = dy [T,N] w[N,K] + d_low [T,r] a[r,K]
     virtual void linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low, const Tensor& a);
-    /// dw [N,K] += alpha * dy [T,N]^T x [T,K]
-    virtual void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) = 0;
+    /// dw [N,K] = alpha * dy [T,N]^T x [T,K] + beta * dw. With beta = 0 it does not matter what dw held.
+    virtual void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha, float beta = 1.0f) = 0;
     /// db [N] += column sums of dy [T,N]
     virtual void bias_backward(const Tensor& db, const Tensor& dy) = 0;
 
@@ -128,14 +129,15 @@ class Backend {
     // Causal attention within segments. out [T, H*D], lse [T, H], qkv [T, (H+2K)*D].
     virtual void attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const Segments& segments,
                                    const AttentionShape& shape) = 0;
+    /// `spare`: memory that holds nothing, of any shape, for what a back-end needs on the way; may be empty.
     virtual void attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                                    const Segments& segments, const AttentionShape& shape) = 0;
+                                    const Segments& segments, const AttentionShape& shape, const Tensor& spare = {}) = 0;
 
-    // y [T,F] = silu(gate) * up, gate_up [T, 2F]
+    // y [T,F] = silu(gate) * up, gate_up [T, 2F]. dgate_up may be gate_up itself.
     virtual void swiglu_forward(const Tensor& y, const Tensor& gate_up) = 0;
     virtual void swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) = 0;
-    /// Both at once, where y was not kept.
-    virtual void swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up);
+    /// Both at once, where y was not kept. y may be dy itself.
+    virtual void swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up) = 0;
 
     // Rows picked by index [n] int32: what has a target enters the head.
     virtual void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) = 0;
@@ -186,9 +188,10 @@ std::unique_ptr<Backend> make_cpu_backend(const CpuOptions& options);
 
 struct CudaOptions {
     int device = 0;
-    bool deterministic = false;  // same inputs, same bits, also in another process: no timing of algorithms, no atomic sums
-    bool autotune = true;        // time the best matrix-product algorithms on first use of a shape (never when deterministic)
-    bool profile = false;        // NVTX ranges, and a table of the time of each operation on stderr when the back-end goes
+    bool deterministic = false;   // same inputs, same bits, also in another process: no timing of algorithms, no atomic sums
+    bool autotune = true;         // time the best matrix-product algorithms on first use of a shape (never when deterministic)
+    bool tune_attention = false;  // build all of cuDNN's plans for a shape and time them (never when deterministic); costs seconds a shape
+    bool profile = false;         // NVTX ranges, and a table of the time of each operation on stderr when the back-end goes
     enum class Attention : std::uint8_t { Auto, Cudnn, Plain } attention = Attention::Auto;  // Auto: cuDNN where it takes the shape
 };
 

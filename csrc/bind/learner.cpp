@@ -45,12 +45,13 @@ ModelSpec make_spec(const py::kwargs& fields) {
 }
 
 /// "cpu", "cuda" or "cuda:N"
-std::shared_ptr<Backend> make_backend(const std::string& device, int threads, bool deterministic) {
+std::shared_ptr<Backend> make_backend(const std::string& device, int threads, bool deterministic, bool profile = false) {
     require(threads >= 0, "Learner", "threads", "a positive number, or 0 for one per core", threads);
     if (device == "cpu") return make_cpu_backend({threads});
     const std::string prefix = "cuda:";
     CudaOptions options;
     options.deterministic = deterministic;
+    options.profile = profile;
     if (device.starts_with(prefix) && device.size() > prefix.size() && device.size() < prefix.size() + 4 &&
         std::all_of(device.begin() + static_cast<std::ptrdiff_t>(prefix.size()), device.end(),
                     [](char c) { return c >= '0' && c <= '9'; })) {
@@ -67,14 +68,14 @@ struct LearnerArguments {
     LearnerOptions options;
     std::string device;
     int threads;
-    bool deterministic;
+    bool deterministic, profile;
 };
 
 /// The parameters of Python's Learner, in the order of `learner_keywords`.
 LearnerArguments learner_arguments(const ModelSpec& spec, std::int64_t max_tokens, const std::string& device, int threads,
                                    bool deterministic, std::int64_t head_rows, bool trainable, bool recompute, bool keep_logits,
-                                   bool head_gradient_in_forward, bool border_adapters, const std::string& recipe,
-                                   const std::string& logits_dtype, const std::string& gradient_dtype,
+                                   bool head_gradient_in_forward, bool border_adapters, bool lend_gradients, bool profile,
+                                   const std::string& recipe, const std::string& logits_dtype, const std::string& gradient_dtype,
                                    const std::string& optimizer_state_dtype, bool master_weights, std::int64_t lora_rank, double lora_alpha,
                                    const std::vector<std::string>& lora_targets, std::uint64_t seed, std::size_t memory_limit) {
     LearnerOptions options;
@@ -85,6 +86,7 @@ LearnerArguments learner_arguments(const ModelSpec& spec, std::int64_t max_token
     options.keep_logits = keep_logits;
     options.head_gradient_in_forward = head_gradient_in_forward;
     options.border_adapters = border_adapters;
+    options.lend_gradients = lend_gradients;
     options.recipe.compute = dtype_from_name("recipe", recipe);
     options.recipe.logits = logits_dtype.empty() ? options.recipe.compute : dtype_from_name("logits_dtype", logits_dtype);
     options.recipe.gradient = dtype_from_name("gradient_dtype", gradient_dtype);
@@ -95,17 +97,18 @@ LearnerArguments learner_arguments(const ModelSpec& spec, std::int64_t max_token
     for (const std::string& target : lora_targets) options.lora.targets.push_back(linear_from_name(target));
     options.seed = seed;
     options.memory_limit = memory_limit;
-    return {spec, options, device, threads, deterministic};
+    return {spec, options, device, threads, deterministic, profile};
 }
 
 auto learner_keywords() {
     return std::make_tuple(py::arg("spec"), py::kw_only(), py::arg("max_tokens"), py::arg("device") = "cpu", py::arg("threads") = 0,
                            py::arg("deterministic") = false, py::arg("head_rows") = 0, py::arg("trainable") = true,
                            py::arg("recompute") = false, py::arg("keep_logits") = false, py::arg("head_gradient_in_forward") = false,
-                           py::arg("border_adapters") = false, py::arg("recipe") = "float32", py::arg("logits_dtype") = "",
-                           py::arg("gradient_dtype") = "float32", py::arg("optimizer_state_dtype") = "float32",
-                           py::arg("master_weights") = true, py::arg("lora_rank") = 0, py::arg("lora_alpha") = 0.0,
-                           py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0, py::arg("memory_limit") = 0);
+                           py::arg("border_adapters") = false, py::arg("lend_gradients") = false, py::arg("profile") = false,
+                           py::arg("recipe") = "float32", py::arg("logits_dtype") = "", py::arg("gradient_dtype") = "float32",
+                           py::arg("optimizer_state_dtype") = "float32", py::arg("master_weights") = true, py::arg("lora_rank") = 0,
+                           py::arg("lora_alpha") = 0.0, py::arg("lora_targets") = std::vector<std::string>{}, py::arg("seed") = 0,
+                           py::arg("memory_limit") = 0);
 }
 
 /// body(LearnerArguments) as a function of those parameters.
@@ -224,7 +227,8 @@ void bind_learner(py::module_& module) {
         module, "Learner", "One model: log-probabilities, gradients, optimiser. Calls from several threads queue up.");
     const auto make = [](const LearnerArguments& given) {
         py::gil_scoped_release release;
-        return std::make_shared<Handle>(make_backend(given.device, given.threads, given.deterministic), given.spec, given.options);
+        return std::make_shared<Handle>(make_backend(given.device, given.threads, given.deterministic, given.profile), given.spec,
+                                        given.options);
     };
     const auto plan = [](const LearnerArguments& given) { return memory_list(Learner::plan(given.spec, given.options)); };
     std::apply(
@@ -362,7 +366,9 @@ void bind_learner(py::module_& module) {
             "update_count", [](Handle& handle) { return locked(handle, [](Learner& learner) { return learner.update_count(); }); },
             [](Handle& handle, std::int64_t count) { locked(handle, [&](Learner& learner) { learner.set_update_count(count); }); })
         .def("snapshot_adapter", [](Handle& handle) { locked(handle, [](Learner& learner) { learner.snapshot_adapter(); }); })
-        .def("memory", [](Handle& handle) { return memory_list(handle.learner.memory()); });
+        .def("memory", [](Handle& handle) { return memory_list(handle.learner.memory()); })
+        .def("workspace_bytes",
+             [](Handle& handle) { return locked(handle, [](Learner& learner) { return learner.backend().own_bytes(); }); });
 }
 
 }  // namespace surogate

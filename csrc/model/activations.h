@@ -13,7 +13,7 @@ namespace surogate {
 /// What backward needs of one block, [T, ...] each, for the planned number of tokens or (by `first`) fewer. With adapters in borders, what
 /// a linear reads has room for R more columns, and its `low` is what lies there.
 struct BlockActivations {
-    Tensor attention_in;     // [T, C], normed
+    Tensor attention_in;     // [T, C], normed; or the memory of mlp_in, if that is dearer than to norm it again
     Tensor attention_rstd;   // [T]
     Tensor qkv;              // [T, (H+2K)*D], rotated
     Tensor raw_qk, qk_rstd;  // [T, (H+K)*D], [T, H+K]; only with qk_norm
@@ -26,20 +26,22 @@ struct BlockActivations {
     // Inputs times A of the adapters, [T, r] for each that is present, side by side; with borders scaled, and down's a copy of it.
     Tensor qkv_low, o_low, gate_up_low, down_low;
 
+    // Not kept: in memory whose own contents come later or are done with. In that of gate_up, while it is not computed yet:
+    Tensor branch;  // [T, C]
+    // In that of scratch.activated or gate_up, after the backward of the MLP (or apart, where neither is wide enough):
+    Tensor d_attention_out;  // [T, H*D]
+    Tensor d_qkv;            // [T, (H+2K)*D], with room beside it if adapters are in borders
+    Tensor spare;            // flat: what is left of gate_up then
+
     BlockActivations first(std::int64_t tokens) const;
 };
 
 /// Buffers of a pass that outlive no block. With borders, what a linear reads in either direction has room beside it.
 struct Scratch {
-    Tensor activated;  // [T, F]
-    Tensor branch;     // [T, C]
+    Tensor activated;  // [T, F]; in backward first its gradient, then itself again
     // Backward only.
-    Tensor d_stream, d_branch;  // [T, C]
-    Tensor d_activated;         // [T, F]
-    Tensor d_gate_up;           // [T, 2F]
-    Tensor d_attention_out;     // [T, H*D]
-    Tensor d_qkv;               // [T, (H+2K)*D]
-    Tensor d_low;               // [T, 3r]
+    Tensor d_stream;  // [T, C]
+    Tensor d_low;     // [T, 3r]
 
     Scratch first(std::int64_t tokens) const;
 };
@@ -81,7 +83,8 @@ bool decoder_trained(const LearnerOptions& options);
 
 bool targets_any(const LoraOptions& lora, std::initializer_list<Linear> linears);
 
-Activations lay_out_activations(Arena& arena, const ModelSpec& spec, const LearnerOptions& options);
+/// `gradient`: the buffer that options.lend_gradients is about.
+Activations lay_out_activations(Arena& arena, const ModelSpec& spec, const LearnerOptions& options, const Tensor& gradient);
 
 /// The first `count` rows of a [T, ...] matrix.
 inline Tensor first_rows(const Tensor& tensor, std::int64_t count) { return tensor.row_range(0, count); }

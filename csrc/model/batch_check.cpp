@@ -19,6 +19,11 @@ void check_options(const ModelSpec& spec, const LearnerOptions& options) {
     require(options.head_rows >= 0, "Learner", "head_rows", "a positive number, or 0 to choose it", options.head_rows);
     options.recipe.validate();
     const LoraOptions& lora = options.lora;
+    if (options.lend_gradients && (!options.trainable || !options.recompute || lora.enabled())) {
+        fail("Learner: lend_gradients: expected recompute and all weights trained, got ", !options.trainable ? "trainable = false"
+                                                                                          : lora.enabled()   ? "an adapter"
+                                                                                                             : "recompute = false");
+    }
     require(lora.rank >= 0, "Learner", "lora_rank", "a positive number, or 0 for no adapter", lora.rank);
     if (!lora.enabled()) {
         require(lora.targets.empty(), "Learner", "lora_targets", "none without a lora_rank",

@@ -16,12 +16,14 @@ struct PassContext {
     Tensor rope_cos, rope_sin;
     Tensor positions;  // [T]
     Segments segments;
+    bool add_gradients = true;  // to those of matrices; false: what these held does not count
 
     AttentionShape attention(std::int64_t layer) const;
 };
 
 /// out = x + attention(norm(x)) + mlp(...), all [T, C]. `kept` receives what backward needs; views of exactly T rows. `out` may be `x`; it
-/// may be empty, then only `kept` is filled (for backward after a pass that kept nothing but x).
+/// may be empty, then only `kept` is filled (for backward after a pass that kept nothing but x), and scratch.activated only if an adapter
+/// reads it.
 void block_forward(const PassContext& pass, std::int64_t layer, const BlockWeights& weights, const Tensor& out,
                    const BlockActivations& kept, const Scratch& scratch, const Tensor& x);
 
@@ -29,8 +31,8 @@ void block_forward(const PassContext& pass, std::int64_t layer, const BlockWeigh
 enum class Depth : std::uint8_t { Mlp, AttentionOutput, Qkv, Input };
 
 /// Turns scratch.d_stream from the gradient of the block's output into that of its input (below `depth` it is left unfinished), and adds to
-/// `gradients`; a weight whose gradient is empty is frozen. `activated_kept`: scratch.activated still holds this block's.
+/// `gradients`; a weight whose gradient is empty is frozen. `kept` is used up: gradients take the place of what they were computed from.
 void block_backward(const PassContext& pass, std::int64_t layer, const BlockWeights& weights, const BlockWeights& gradients,
-                    const BlockActivations& kept, const Scratch& scratch, const Tensor& x, Depth depth, bool activated_kept);
+                    const BlockActivations& kept, const Scratch& scratch, const Tensor& x, Depth depth);
 
 }  // namespace surogate

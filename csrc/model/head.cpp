@@ -74,14 +74,18 @@ void Head::through_norm(const Pass& pass, const Chunk& chunk, const Tensor& d_ro
     backend_.rmsnorm_backward(d_rows, pass.gradients->final_norm, d_normed, chunk.rows, pass.weights.final_norm, chunk.rstd);
 }
 
-void Head::push_back(const Pass& pass, const Chunk& chunk) const {
+void Head::push_back(const Pass& pass, const Chunk& chunk, bool add) const {
     const ModelWeights& gradients = *pass.gradients;
     const bool below = !pass.d_hidden.empty();
     const Tensor& d_logits = chunk.d_logits;
     const std::int64_t ids = d_logits.columns;
     backend_.logprob_backward(d_logits, chunk.logits, chunk.lse, chunk.entropy, chunk.targets, chunk.d_logp, chunk.d_entropy,
                               pass.temperature, pass.valid_vocab);
-    if (!gradients.head.empty()) backend_.linear_backward_weight(first_rows(gradients.head, ids), d_logits, chunk.normed, 1.0f);
+    if (!gradients.head.empty()) {
+        // Ids that no logit was computed for have a gradient, too.
+        if (!add && ids < gradients.head.rows) backend_.fill(gradients.head.row_range(ids, gradients.head.rows - ids), 0.0f);
+        backend_.linear_backward_weight(first_rows(gradients.head, ids), d_logits, chunk.normed, 1.0f, add ? 1.0f : 0.0f);
+    }
     const Tensor d_normed = below ? first_rows(buffers_.d_normed, chunk.count) : Tensor{};
     if (below) backend_.linear_backward_input(d_normed, d_logits, first_rows(pass.weights.head, ids), 1.0f, 0.0f);
     const Adapter adapter = first_ids(pass.weights.head_lora, ids);
@@ -108,7 +112,7 @@ void Head::backward(const Pass& pass, bool kept) const {
     for (std::int64_t first = 0; first < pass.count(); first += buffers_.chunk) {
         const Chunk chunk = slice(pass, first);
         if (!kept) compute_logits(pass, chunk);
-        push_back(pass, chunk);
+        push_back(pass, chunk, pass.add_gradients || first > 0);
     }
 }
 

@@ -24,6 +24,7 @@ class Head {
         std::int64_t valid_vocab = 0;  // in (0, V]
         bool entropy = false;
         float lora_scale = 0.0f;
+        bool add_gradients = true;  // to that of the head; false: what it held does not count
 
         std::int64_t count() const { return index.size(); }
     };
@@ -37,11 +38,14 @@ class Head {
     /// Both at once: each chunk's logits are computed a single time. Chunks for which `live(first, count)` is false get no backward.
     template <typename Live>
     void forward_backward(const Pass& pass, const Live& live) const {
+        bool add = pass.add_gradients;
         for (std::int64_t first = 0; first < pass.count(); first += buffers_.chunk) {
             const Chunk chunk = slice(pass, first);
             compute_logits(pass, chunk);
             compute_stats(pass, chunk);
-            if (live(first, chunk.count)) push_back(pass, chunk);
+            if (!live(first, chunk.count)) continue;
+            push_back(pass, chunk, add);
+            add = true;
         }
     }
 
@@ -61,7 +65,7 @@ class Head {
     Chunk slice(const Pass& pass, std::int64_t first) const;
     void compute_logits(const Pass& pass, const Chunk& chunk) const;
     void compute_stats(const Pass& pass, const Chunk& chunk) const;
-    void push_back(const Pass& pass, const Chunk& chunk) const;
+    void push_back(const Pass& pass, const Chunk& chunk, bool add) const;
     /// d_rows = the gradient of the head's input, given chunk.d_logits; adds to that of the norm
     void through_norm(const Pass& pass, const Chunk& chunk, const Tensor& d_rows, const Tensor& d_normed) const;
 

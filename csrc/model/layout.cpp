@@ -24,8 +24,9 @@ bool targets(const LoraOptions& lora, Linear linear) {
     return lora.enabled() && std::find(lora.targets.begin(), lora.targets.end(), linear) != lora.targets.end();
 }
 
+/// `offsets`, if given, receives what block_offsets promises.
 void place_base(const ModelSpec& spec, const BorderOptions& borders, Cursor& matrices, Cursor& vectors, ModelWeights& weights,
-                std::vector<NamedTensor>& names) {
+                std::vector<NamedTensor>& names, std::vector<std::int64_t>* offsets = nullptr) {
     const auto q = spec.q_columns(), kv = spec.kv_columns();
     const auto add = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, {}, false, false}); };
     const auto add_bias = [&](const std::string& name, const Tensor& tensor) { names.push_back({name, tensor, {}, false, true}); };
@@ -47,6 +48,7 @@ void place_base(const ModelSpec& spec, const BorderOptions& borders, Cursor& mat
     add("embed_tokens.weight", weights.embedding);
     weights.blocks.resize(static_cast<std::size_t>(spec.layers));
     for (std::int64_t layer = 0; layer < spec.layers; ++layer) {
+        if (offsets != nullptr) offsets->push_back(matrices.used());
         BlockWeights& block = weights.blocks[static_cast<std::size_t>(layer)];
         const std::string prefix = "layers." + std::to_string(layer) + ".";
         const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
@@ -83,6 +85,7 @@ void place_base(const ModelSpec& spec, const BorderOptions& borders, Cursor& mat
             block.down_bias = add_vector(mlp + "down_proj.bias", spec.hidden);
         }
     }
+    if (offsets != nullptr) offsets->push_back(matrices.used());
     weights.final_norm = add_vector("norm.weight", spec.hidden);
     if (spec.tied) {
         weights.head = weights.embedding;
@@ -187,6 +190,15 @@ ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora, std::
     std::vector<NamedTensor> names;
     place_adapters(spec, lora, cursor, weights, names);
     return {cursor.used(), 0};
+}
+
+std::vector<std::int64_t> block_offsets(const ModelSpec& spec, std::int64_t padding) {
+    Cursor matrices(padding), vectors(padding);
+    ModelWeights weights;
+    std::vector<NamedTensor> names;
+    std::vector<std::int64_t> offsets;
+    place_base(spec, {}, matrices, vectors, weights, names, &offsets);
+    return offsets;
 }
 
 void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, const BorderOptions& border, ModelWeights& weights,

@@ -52,6 +52,10 @@ struct BorderOptions {
 ParameterSize base_size(const ModelSpec& spec, std::int64_t padding, const BorderOptions& border);
 ParameterSize adapter_size(const ModelSpec& spec, const LoraOptions& lora, std::int64_t padding);
 
+/// Where each block's matrices begin in a buffer of base weights (without borders), in elements, and where the last block's end: all
+/// between two of these numbers belongs to one block. What lies before the first is the embedding.
+std::vector<std::int64_t> block_offsets(const ModelSpec& spec, std::int64_t padding);
+
 /// Points the base weights of `weights` (or their gradients, or optimiser state) into a buffer of base_size(...).total() elements and
 /// appends name and view of each part, in the model's order.
 void lay_out_base(const ModelSpec& spec, const Tensor& buffer, std::int64_t padding, const BorderOptions& border, ModelWeights& weights,

@@ -60,16 +60,16 @@ struct Learner::Impl {
             fail("Learner: recipe: the cpu computes in float32, got ", name_of(options.recipe.compute));
         }
         if (spec.windows.empty()) spec.windows.assign(static_cast<std::size_t>(spec.layers), 0);
-        lay_out_parameters(arena, spec, options);
-        lay_out_activations(arena, spec, options);
+        lay_out_activations(arena, spec, options, lay_out_parameters(arena, spec, options).gradient);
         items = arena.items();
         require_memory(items, options.memory_limit, *backend, advice(options));
         arena.allocate(*backend);
         buffers = lay_out_parameters(arena, spec, options);
-        activations = lay_out_activations(arena, spec, options);
+        activations = lay_out_activations(arena, spec, options, buffers.gradient);
         parameters = ParameterSet(spec, options, buffers);
         fill_rope(*backend, spec, buffers.rope_cos, buffers.rope_sin);
         initialise_adapters(*backend, parameters.tensors, options.seed);
+        gradients_unset = options.trainable && !options.lora.enabled();
     }
 
     const ModelWeights& select(const char* op, AdapterUse use) const {
@@ -97,9 +97,44 @@ struct Learner::Impl {
         if (!options.trainable) fail(op, ": this learner was made with trainable = false; it can only score");
     }
 
+    /// Before the first of a step's backward passes writes anything; afterwards gradients are added to.
+    bool begin_gradients() {
+        if (!gradients_unset) return true;
+        for (const ParameterSpan& span : parameters.spans) {
+            if (!span.decay) backend->fill(span.gradient, 0.0f);  // vectors, which are always added to
+        }
+        gradients_unset = false;
+        return false;
+    }
+
+    /// After a step: with all weights trained nothing is cleared, since the next backward sets what it would otherwise add to.
+    void drop_gradients() {
+        if (options.lora.enabled()) {
+            surogate::zero_gradients(*backend, parameters.spans);
+        } else {
+            gradients_unset = true;
+        }
+    }
+
+    /// Gradients are what a reader expects: zeros, if there was no backward pass since they were dropped.
+    void settle_gradients(const char* op) {
+        if (!gradients_unset) return;
+        if (options.lend_gradients && pending) {
+            fail(op, ": gradients: their memory holds the activations of a pending forward pass (lend_gradients); call backward() first");
+        }
+        surogate::zero_gradients(*backend, parameters.spans);
+        gradients_unset = false;
+    }
+    void settle_if_gradient(const char* op, const Tensor& tensor) {
+        const auto place = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data); };
+        const Tensor& all = buffers.gradient;
+        const std::uintptr_t first = place(all.data), end = first + static_cast<std::size_t>(all.size()) * size_of(all.dtype);
+        if (all.data != nullptr && place(tensor.data) >= first && place(tensor.data) < end) settle_gradients(op);
+    }
+
     float lora_scale() const { return options.lora.enabled() ? options.lora.scale() : 0.0f; }
 
-    PassContext context(const Pending& pass) const {
+    PassContext context(const Pending& pass, bool add_gradients = true) const {
         const auto segments = static_cast<std::int64_t>(pass.cu_seqlens.size()) - 1;
         return {*backend,
                 spec,
@@ -107,7 +142,8 @@ struct Learner::Impl {
                 parameters.live.rope_cos,
                 parameters.live.rope_sin,
                 pass.inputs.positions,
-                {pass.cu_seqlens.data(), segments}};
+                {pass.cu_seqlens.data(), segments},
+                add_gradients};
     }
 
     /// The residual stream behind the last block, [T, C]. `keep`: what backward needs stays in the buffers.
@@ -137,7 +173,8 @@ struct Learner::Impl {
                           pass.options.temperature,
                           pass.options.valid_vocab,
                           pass.options.entropy,
-                          lora_scale()};
+                          lora_scale(),
+                          true};
         if (result.valid_vocab == 0) result.valid_vocab = spec.vocab;
         if (decoder_trained(options)) result.d_hidden = first_rows(activations.scratch.d_stream, pass.tokens);
         return result;
@@ -151,6 +188,12 @@ struct Learner::Impl {
 
     Pending open(const char* op, const Batch& batch, const PassOptions& pass_options) const {
         require_no_pending(op);
+        if (options.lend_gradients && !gradients_unset) {
+            fail(op,
+                 ": gradients of an earlier pass wait for step() where this pass would put its activations (lend_gradients: one backward "
+                 "per "
+                 "step, and no other pass between the two); call step() or zero_gradients() first");
+        }
         check_batch(op, spec, options, batch, pass_options);
         Pending pass;
         pass.tokens = batch.size;
@@ -190,7 +233,7 @@ struct Learner::Impl {
     }
 
     /// Gradients of the head; scratch.d_stream is then the gradient of the last block's output.
-    void head_backward(Pending& pass, const float* d_logp, const float* d_entropy) {
+    void head_backward(Pending& pass, const float* d_logp, const float* d_entropy, bool add_gradients) {
         const Tensor hidden = first_rows(activations.stream.back(), pass.tokens);
         const Head head(*backend, spec, activations.head);
         if (pass.gradient_kept && d_entropy == nullptr) {
@@ -203,6 +246,7 @@ struct Learner::Impl {
         const bool dropped = !pass.logits_kept && drop_rows_without_seed(pass, d_logp, d_entropy);
         if (dropped) pass.inputs.replace_rows(*backend, pass.index, pass.targets);
         Head::Pass shared = head_pass(pass, parameters.live, hidden);
+        shared.add_gradients = add_gradients;
         shared.entropy = d_entropy != nullptr;
         const std::vector<float> seeds = pick(d_logp, pass.index);
         const std::vector<float> entropy_seeds = d_entropy != nullptr ? pick(d_entropy, pass.index) : std::vector<float>{};
@@ -238,21 +282,27 @@ struct Learner::Impl {
     }
 
     /// From scratch.d_stream down to the embedding, or to the lowest adapter.
-    void decoder_backward(const Pending& pass) {
+    void decoder_backward(const Pending& pass, bool add_gradients) {
         if (!decoder_trained(options)) return;
         const std::int64_t tokens = pass.tokens;
-        const PassContext shared = context(pass);
+        const PassContext shared = context(pass, add_gradients);
         const Scratch scratch = activations.scratch.first(tokens);
         for (std::int64_t layer = spec.layers - 1; layer >= 0; --layer) {
             const auto at = static_cast<std::size_t>(layer);
             const BlockActivations kept = activations.blocks[options.recompute ? 0 : at].first(tokens);
             const Tensor x = first_rows(activations.stream[at], tokens);
-            if (options.recompute) block_forward(shared, layer, parameters.live.blocks[at], {}, kept, scratch, x);
-            block_backward(shared, layer, parameters.live.blocks[at], parameters.trained.blocks[at], kept, scratch, x, depth(layer),
-                           options.recompute);
+            // The last block's activations are still there.
+            if (options.recompute && layer + 1 < spec.layers) {
+                block_forward(shared, layer, parameters.live.blocks[at], {}, kept, scratch, x);
+            }
+            block_backward(shared, layer, parameters.live.blocks[at], parameters.trained.blocks[at], kept, scratch, x, depth(layer));
         }
         if (!parameters.trained.embedding.empty()) {
+            if (!add_gradients && !spec.tied) backend->fill(parameters.trained.embedding, 0.0f);  // a tied one is the head's, and set
             backend->embedding_backward(parameters.trained.embedding, scratch.d_stream, pass.inputs.tokens);
+        }
+        if (options.lend_gradients) {
+            for (const Tensor& gap : parameters.gradient_gaps) backend->fill(gap, 0.0f);  // activations may have lain there
         }
     }
 
@@ -275,6 +325,7 @@ struct Learner::Impl {
     ParameterSet parameters;
     std::int64_t updates = 0;
     bool snapshot_taken = false, adapter_loaded = false;
+    bool gradients_unset = false;  // what their memory holds does not count: they are zero
     std::optional<Pending> pending;
 };
 
@@ -286,8 +337,7 @@ Learner::~Learner() = default;
 std::vector<MemoryItem> Learner::plan(const ModelSpec& spec, const LearnerOptions& options) {
     check_options(spec, options);
     Arena arena;
-    lay_out_parameters(arena, spec, options);
-    lay_out_activations(arena, spec, options);
+    lay_out_activations(arena, spec, options, lay_out_parameters(arena, spec, options).gradient);
     return arena.items();
 }
 
@@ -314,9 +364,10 @@ void Learner::backward(const float* dlogp, const float* dentropy) {
     }
     Impl::Pending pass = *std::exchange(impl_->pending, std::nullopt);
     if (!Impl::any_seed(pass.index, dlogp, dentropy, 0, pass.index.size())) return;
+    const bool add = impl_->begin_gradients();
     impl_->zero_d_stream(pass.tokens);
-    impl_->head_backward(pass, dlogp, dentropy);
-    impl_->decoder_backward(pass);
+    impl_->head_backward(pass, dlogp, dentropy, add);
+    impl_->decoder_backward(pass, add);
 }
 
 TokenStats Learner::forward_backward(const Batch& batch, const PassOptions& options, const float* dlogp, const float* dentropy) {
@@ -328,7 +379,10 @@ TokenStats Learner::forward_backward(const Batch& batch, const PassOptions& opti
     if (pass.index.empty()) return Impl::spread(pass);
 
     const Tensor hidden = impl_->decode(pass, batch, impl_->parameters.live, true);
-    const Head::Pass shared = impl_->head_pass(pass, impl_->parameters.live, hidden);
+    Head::Pass shared = impl_->head_pass(pass, impl_->parameters.live, hidden);
+    const bool any = Impl::any_seed(pass.index, dlogp, dentropy, 0, pass.index.size());
+    const bool add = !any || impl_->begin_gradients();
+    shared.add_gradients = add;
     // Where the entropy is asked for without a seed, its seeds are zeros.
     shared.values.upload_seeds(*impl_->backend, pick(dlogp, pass.index),
                                dentropy != nullptr ? pick(dentropy, pass.index) : std::vector<float>{});
@@ -337,7 +391,7 @@ TokenStats Learner::forward_backward(const Batch& batch, const PassOptions& opti
     head.forward_backward(shared, [&](std::int64_t first, std::int64_t count) {
         return Impl::any_seed(pass.index, dlogp, dentropy, static_cast<std::size_t>(first), static_cast<std::size_t>(count));
     });
-    if (Impl::any_seed(pass.index, dlogp, dentropy, 0, pass.index.size())) impl_->decoder_backward(pass);
+    if (any) impl_->decoder_backward(pass, add);
     pass.values = shared.values.download(*impl_->backend, effective.entropy);
     return Impl::spread(pass);
 }
@@ -349,12 +403,14 @@ void Learner::discard_pending() { impl_->pending.reset(); }
 StepStats Learner::step(const StepOptions& options) {
     impl_->require_trainable("step");
     impl_->require_no_pending("step");
+    impl_->settle_gradients("step");
     const StepStats stats = adamw_step(*impl_->backend, impl_->parameters.spans, options, impl_->options.seed, impl_->updates);
+    impl_->drop_gradients();
     if (stats.applied) impl_->backend->copy_all(impl_->parameters.borders);
     return stats;
 }
 
-void Learner::zero_gradients() { surogate::zero_gradients(*impl_->backend, impl_->parameters.spans); }
+void Learner::zero_gradients() { impl_->drop_gradients(); }
 
 void Learner::load(const std::string& name, const float* values) {
     impl_->require_no_pending("load");
@@ -362,9 +418,15 @@ void Learner::load(const std::string& name, const float* values) {
     if (name.ends_with(".lora_A") || name.ends_with(".lora_B")) impl_->adapter_loaded = true;
 }
 
-void Learner::read(float* values, const NamedTensor& named) const { impl_->backend->download(values, named.exact()); }
+void Learner::read(float* values, const NamedTensor& named) const {
+    impl_->settle_if_gradient("read", named.tensor);
+    impl_->backend->download(values, named.exact());
+}
 
-void Learner::write(const NamedTensor& named, const float* values) { impl_->backend->upload(named.tensor, values); }
+void Learner::write(const NamedTensor& named, const float* values) {
+    impl_->settle_if_gradient("write", named.tensor);
+    impl_->backend->upload(named.tensor, values);
+}
 
 const NamedTensor& Learner::find(const std::vector<NamedTensor>& tensors, const char* op, const std::string& name) {
     const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const NamedTensor& named) { return named.name == name; });

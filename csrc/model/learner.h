@@ -17,6 +17,9 @@ struct LearnerOptions {
     std::int64_t head_rows = 0;   // rows of logits computed at a time; 0: a number that depends on vocabulary and recipe alone
     bool trainable = true;        // false: forward only, no gradients and no optimiser (a reference model)
     bool recompute = false;       // keep a block's input only, compute its activations again in backward
+    /// With recompute and all weights trained: until backward writes a gradient, its memory holds activations. A step is then made of a
+    /// single backward, between which and the step there is no other pass. Same bits.
+    bool lend_gradients = false;
     /// Keep the logits of all rows between forward and backward, not of the last chunk alone: same bits, more memory, one product less.
     bool keep_logits = false;
     /// With a head that is not trained: forward goes on to the gradient of every row for a seed of 1, which backward only scales. One

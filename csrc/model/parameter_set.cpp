@@ -1,8 +1,11 @@
 #include "model/parameter_set.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "core/random.h"
 #include "model/activations.h"
@@ -20,6 +23,21 @@ std::uint64_t hash_name(const std::string& name) {  // FNV-1a
 
 /// Whether what computes are the borders, and the adapter's own buffer only holds their exact values.
 bool border_holds_copies(const LearnerOptions& options) { return options.border_adapters && options.lora.enabled(); }
+
+/// Between the matrices in `whole`, a vector.
+std::vector<Tensor> gaps(const Tensor& whole, std::vector<Tensor> matrices) {
+    std::vector<Tensor> result;
+    const auto offset = [&](const Tensor& t) {
+        return (t.as<const char>() - whole.as<const char>()) / static_cast<std::ptrdiff_t>(size_of(whole.dtype));
+    };
+    std::sort(matrices.begin(), matrices.end(), [&](const Tensor& a, const Tensor& b) { return offset(a) < offset(b); });
+    for (std::size_t i = 0; i < matrices.size(); ++i) {
+        const std::int64_t end = offset(matrices[i]) + matrices[i].size();
+        const std::int64_t next = i + 1 < matrices.size() ? offset(matrices[i + 1]) : whole.size();
+        if (next > end) result.push_back(first_values(whole.column_range(end, next - end), next - end));
+    }
+    return result;
+}
 
 }  // namespace
 
@@ -117,6 +135,13 @@ ParameterSet::ParameterSet(const ModelSpec& spec, const LearnerOptions& options,
     };
     add_span(0, size.matrices, true);
     add_span(size.matrices, size.vectors, false);
+    if (lora) return;
+    std::vector<Tensor> matrices = {trained.embedding};
+    for (const BlockWeights& block : trained.blocks) {
+        for (const Tensor& matrix : {block.qkv, block.o, block.gate_up, block.down}) matrices.push_back(matrix);
+    }
+    if (!spec.tied) matrices.push_back(trained.head);
+    gradient_gaps = gaps(spans.front().gradient, std::move(matrices));
 }
 
 void load_parameter(Backend& backend, const NamedTensor& named, const float* values) {

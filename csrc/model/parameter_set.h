@@ -25,6 +25,8 @@ struct ParameterSet {
     std::vector<NamedTensor> tensors, gradients, optimizer;
     std::vector<ParameterSpan> spans;
     std::vector<Backend::CopyItem> borders;  // adapters, from their exact values, after each update
+    /// What pads the gradients of matrices to lines, with all weights trained. It is a part of the spans, so it has to be zero.
+    std::vector<Tensor> gradient_gaps;
 
     ParameterSet() = default;
     ParameterSet(const ModelSpec& spec, const LearnerOptions& options, const ParameterBuffers& buffers);

@@ -61,7 +61,6 @@ StepStats adamw_step(Backend& backend, const std::vector<ParameterSpan>& spans, 
             backend.adamw(span.weight, span.master, span.m, span.v, span.gradient, adamw);
         }
     }
-    zero_gradients(backend, spans);
     stats.step = count;
     return stats;
 }

@@ -18,7 +18,7 @@ double gradient_norm(Backend& backend, const std::vector<ParameterSpan>& spans);
 
 /// AdamW with decoupled weight decay (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019) and clipping to a global
 /// norm (as torch.nn.utils.clip_grad_norm_: times max_norm / (norm + 1e-6) if that is below 1). If the norm is not finite nothing changes.
-/// The gradients are zero afterwards either way. `count` is the number of updates applied so far, and grows by one if this one is.
+/// The gradients stay as they are. `count` is the number of updates applied so far, and grows by one if this one is.
 /// `seed` is that of stochastic rounding.
 StepStats adamw_step(Backend& backend, const std::vector<ParameterSpan>& spans, const StepOptions& options, std::uint64_t seed,
                      std::int64_t& count);

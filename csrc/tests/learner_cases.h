@@ -125,6 +125,29 @@ inline Outcome run(Learner& learner, bool entropy_seed = false) {
     return outcome;
 }
 
+/// Two steps of one backward pass each, from forward and backward apart and at once: what lend_gradients allows.
+inline Outcome run_of_single_backwards(Learner& learner) {
+    const Arrays first = make_arrays({11, 1, 17}, 31, 3), second = make_arrays({8, 21}, 31, 4);
+    PassOptions options;
+    options.temperature = 0.8f;
+    options.valid_vocab = 33;
+    StepOptions step;
+    step.learning_rate = 1e-3f;
+    step.weight_decay = 0.1f;
+    step.max_grad_norm = 1.0f;
+    Outcome outcome;
+    outcome.stats = learner.forward(first.batch(), options);
+    learner.backward(first.d_logp.data(), nullptr);
+    CHECK(learner.step(step).applied);
+    learner.score(second.batch(), options);
+    outcome.at_once = learner.forward_backward(second.batch(), options, second.d_logp.data(), nullptr);
+    outcome.gradients = read_all(learner, learner.gradients());
+    CHECK(learner.step(step).applied);
+    outcome.weights = read_all(learner, learner.tensors());
+    outcome.state = read_all(learner, learner.optimizer_state());
+    return outcome;
+}
+
 inline double relative(const std::vector<float>& value, const std::vector<float>& truth) {
     double difference = 0.0, norm = 0.0;
     for (std::size_t i = 0; i < value.size(); ++i) {
@@ -189,6 +212,13 @@ inline std::vector<Case> cases() {
     few.head_rows = 7;
     few.recompute = true;
     all.push_back({"adapter on two", small_spec(), few});
+    // MLPs that are wide enough for the gradients of attention to lie in their memory: in that of gate and up together, or of one.
+    for (const std::int64_t ffn : {40, 80}) {
+        ModelSpec wide = biased;
+        wide.ffn = ffn;
+        all.push_back({ffn == 40 ? "wide" : "wider", wide, {}});
+        all.push_back({ffn == 40 ? "wide, adapter" : "wider, adapter", wide, adapter(all_linear())});
+    }
     return all;
 }
 

@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cstring>
+#include <limits>
 
 #include "core/error.h"
 #include "core/random.h"
@@ -171,9 +172,9 @@ void ShadowBackend::linear_adapted_backward_input(const Tensor& dx, const Tensor
     call.finish();
 }
 
-void ShadowBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) {
+void ShadowBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha, float beta) {
     ShadowCall call(*this, "linear_backward_weight");
-    cpu_.linear_backward_weight(call.out("dw", dw), call.in("dy", dy), call.in("x", x, dy.dtype), alpha);
+    cpu_.linear_backward_weight(call.out("dw", dw), call.in("dy", dy), call.in("x", x, dy.dtype), alpha, beta);
     call.finish();
 }
 
@@ -248,8 +249,10 @@ void ShadowBackend::attention_forward(const Tensor& out, const Tensor& lse, cons
 }
 
 void ShadowBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                                       const Segments& segments, const AttentionShape& shape) {
+                                       const Segments& segments, const AttentionShape& shape, const Tensor& spare) {
     ShadowCall call(*this, "attention_backward");
+    if (!spare.empty())
+        cpu_.fill(call.out("spare", spare), std::numeric_limits<float>::quiet_NaN());  // it is free, and nobody's afterwards
     cpu_.attention_backward(call.out("dqkv", dqkv, qkv.dtype), call.in("dout", dout, qkv.dtype), call.in("out", out, qkv.dtype),
                             call.in("lse", lse, DType::Float32), call.in("qkv", qkv), segments, shape);
     call.finish();
@@ -264,6 +267,13 @@ void ShadowBackend::swiglu_forward(const Tensor& y, const Tensor& gate_up) {
 void ShadowBackend::swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) {
     ShadowCall call(*this, "swiglu_backward");
     cpu_.swiglu_backward(call.out("dgate_up", dgate_up, dy.dtype), call.in("dy", dy), call.in("gate_up", gate_up, dy.dtype));
+    call.finish();
+}
+
+void ShadowBackend::swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up) {
+    ShadowCall call(*this, "swiglu_recompute_backward");
+    const Tensor seed = call.in("dy", dy), before = call.in("gate_up", gate_up, dy.dtype);
+    cpu_.swiglu_recompute_backward(call.out("dgate_up", dgate_up, dy.dtype), call.out("y", y, dy.dtype), seed, before);
     call.finish();
 }
 

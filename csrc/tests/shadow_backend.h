@@ -37,7 +37,7 @@ class ShadowBackend final : public Backend {
     void linear_adapted_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias,
                                 const std::vector<AdapterOutput>& adapters, float scale) override;
     void linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low, const Tensor& a) override;
-    void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) override;
+    void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha, float beta = 1.0f) override;
     void bias_backward(const Tensor& db, const Tensor& dy) override;
 
     void embedding_forward(const Tensor& out, const Tensor& table, const Tensor& ids) override;
@@ -59,10 +59,11 @@ class ShadowBackend final : public Backend {
     void attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const Segments& segments,
                            const AttentionShape& shape) override;
     void attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                            const Segments& segments, const AttentionShape& shape) override;
+                            const Segments& segments, const AttentionShape& shape, const Tensor& spare = {}) override;
 
     void swiglu_forward(const Tensor& y, const Tensor& gate_up) override;
     void swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) override;
+    void swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up) override;
 
     void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
     void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;

@@ -286,6 +286,98 @@ TEST(adapters_initial_and_off) {
     }
 }
 
+TEST(lent_gradients_change_no_bit) {
+    ModelSpec plain = small_spec(), tied = small_spec(), wide = small_spec();
+    plain.qkv_bias = plain.o_bias = plain.mlp_bias = true;
+    tied.tied = tied.qk_norm = true;
+    wide.ffn = 80;
+    wide.layers = 4;
+    for (const ModelSpec& spec : {plain, tied, wide}) {
+        for (const std::int64_t chunk : {0, 7}) {
+            for (const bool bfloat16 : {false, true}) {
+                LearnerOptions options;
+                options.recompute = true;
+                options.head_rows = chunk;
+                if (bfloat16) {
+                    options = in_bfloat16(options);
+                    options.recipe.gradient = options.recipe.state = DType::BFloat16;
+                }
+                LearnerOptions lending = options;
+                lending.lend_gradients = true;
+                const auto one = shadow_learner(spec, options), other = shadow_learner(spec, lending);
+                check_same(run_of_single_backwards(*one), run_of_single_backwards(*other));
+                const auto total = [](const Learner& learner) {
+                    std::size_t sum = 0;
+                    for (const MemoryItem& item : learner.memory()) sum += item.bytes;
+                    return sum;
+                };
+                CHECK(total(*other) < total(*one));
+                if (bfloat16) continue;
+                const auto cpu = make_learner(make_cpu_backend({2}), spec, options),
+                           lending_cpu = make_learner(make_cpu_backend({2}), spec, lending);
+                check_same(run_of_single_backwards(*cpu), run_of_single_backwards(*lending_cpu));
+            }
+        }
+    }
+}
+
+TEST(lent_gradients_are_one_backwards) {
+    LearnerOptions options;
+    options.recompute = options.lend_gradients = true;
+    const auto learner = shadow_learner(small_spec(), options);
+    const Arrays arrays = make_arrays({11, 17}, 31, 3);
+    learner->score(arrays.batch(), {});
+    learner->forward(arrays.batch(), {});
+    const NamedTensor gradient = learner->gradients().front();
+    CHECK_THROWS(export_values(*learner, gradient), "pending");
+    learner->backward(arrays.d_logp.data(), nullptr);
+    CHECK(relative(export_values(*learner, gradient), std::vector<float>(static_cast<std::size_t>(gradient.tensor.size()), 1.0f)) > 0.0);
+    for (const auto& pass :
+         {+[](Learner& on, const Arrays& a) { on.score(a.batch(), {}); }, +[](Learner& on, const Arrays& a) { on.forward(a.batch(), {}); },
+          +[](Learner& on, const Arrays& a) { on.forward_backward(a.batch(), {}, a.d_logp.data(), nullptr); }}) {
+        CHECK_THROWS(pass(*learner, arrays), "one backward per step");
+    }
+    learner->zero_gradients();
+    learner->score(arrays.batch(), {});
+    // A step without a backward pass finds zeros, not what was lent.
+    StepOptions step;
+    step.learning_rate = 1e-3f;
+    const StepStats stats = learner->step(step);
+    CHECK(stats.applied && stats.grad_norm == 0.0);
+
+    LearnerOptions wrong;
+    wrong.max_tokens = 40;
+    wrong.lend_gradients = true;
+    CHECK_THROWS(Learner(make_cpu_backend({1}), small_spec(), wrong), "lend_gradients: expected recompute");
+    wrong = adapter(all_linear());
+    wrong.max_tokens = 40;
+    wrong.recompute = wrong.lend_gradients = true;
+    CHECK_THROWS(Learner(make_cpu_backend({1}), small_spec(), wrong), "an adapter");
+}
+
+TEST(gradients_are_zero_after_a_step) {
+    for (const LearnerOptions& options : {LearnerOptions{}, adapter(all_linear())}) {
+        const auto learner = shadow_learner(small_spec(), options);
+        const Arrays arrays = make_arrays({11, 17}, 31, 3);
+        const auto all_zero = [&] {
+            bool zero = true;
+            for (const NamedTensor& named : learner->gradients()) {
+                for (const float value : export_values(*learner, named)) zero = zero && value == 0.0f;
+            }
+            return zero;
+        };
+        CHECK(all_zero());
+        learner->forward_backward(arrays.batch(), {}, arrays.d_logp.data(), nullptr);
+        CHECK(!all_zero());
+        learner->step({});
+        CHECK(all_zero());
+        // Ids without a logit, and rows that no token reads, have a gradient of zero whatever was there before.
+        learner->forward_backward(arrays.batch(), {}, arrays.d_logp.data(), nullptr);
+        learner->zero_gradients();
+        CHECK(all_zero());
+    }
+}
+
 TEST(memory_is_the_devices) {
     auto backend = std::make_shared<ShadowBackend>();
     LearnerOptions options = in_bfloat16({});

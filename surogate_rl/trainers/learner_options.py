@@ -14,7 +14,7 @@ def lora_settings(config: TrainConfig) -> LoraSettings | None:
     return LoraSettings(rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_target_modules)
 
 
-def compute_settings(config: TrainConfig, *, keep_logits: bool = False) -> Compute:
+def compute_settings(config: TrainConfig, *, keep_logits: bool = False, lend_gradients: bool = False) -> Compute:
     return Compute(
         device=config.device if config.device != "auto" else "cpu",
         deterministic=config.deterministic,
@@ -26,6 +26,7 @@ def compute_settings(config: TrainConfig, *, keep_logits: bool = False) -> Compu
         keep_logits=keep_logits,
         head_gradient_in_forward=config.device == "cuda",
         border_adapters=config.device == "cuda",
+        lend_gradients=lend_gradients,
     )
 
 
@@ -36,7 +37,7 @@ def learner_options(config: TrainConfig, max_tokens: int, *, recompute: bool, ke
         "recompute": recompute,
         "lora": lora_settings(config),
         "seed": config.seed,
-        "compute": compute_settings(config, keep_logits=keep_logits),
+        "compute": compute_settings(config, keep_logits=keep_logits, lend_gradients=recompute and _one_backward_per_step(config)),
     }
 
 
@@ -48,6 +49,11 @@ def learner_choices(config: TrainConfig, max_tokens: int) -> list[dict[str, Any]
     if config.recompute == "auto":
         choices.append(learner_options(config, max_tokens, recompute=True))
     return choices
+
+
+def _one_backward_per_step(config: TrainConfig) -> bool:
+    """Whether nothing but a step's single backward writes gradients, and no other pass comes between it and the update."""
+    return isinstance(config, SftConfig) and not config.lora and config.gradient_accumulation_steps == 1
 
 
 def _logits_pay(config: TrainConfig) -> bool:

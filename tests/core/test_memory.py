@@ -57,6 +57,19 @@ def test_what_saves_memory() -> None:
     assert find(frozen, "activations") == find(recompute, "activations")
     assert find(frozen, "residual") == 256 * 256 * 4
     assert find(plan(head_rows=10), "head") < find(plan(head_rows=100), "head")
+    # The residual stream but for its first part, and the head's buffers, lie in gradients that are not written yet.
+    lent = plan(recompute=True, lend_gradients=True, head_rows=64)
+    assert find(lent, "gradients") == find(recompute, "gradients")
+    assert lent.get("residual stream (256 tokens)", 0) <= find(recompute, "residual") // 7
+    assert not any(name.startswith("head") for name in lent)
+    assert sum(lent.values()) < sum(plan(recompute=True, head_rows=64).values()) - 6 * 256 * 256 * 4
+
+
+def test_gradients_of_activations_cost_nothing() -> None:
+    """But for the stream's: they take the place of what they are computed from."""
+    items = plan()
+    buffers = find(items, "working") + find(items, "backward")
+    assert buffers <= 4 * 256 * (512 + 256) + 4 * (4 * 256 + 5 * 256) + 4096
 
 
 def test_formats() -> None:

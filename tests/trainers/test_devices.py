@@ -66,6 +66,23 @@ def test_settings(planned: Any) -> None:
     assert [cpu.keep_logits, cpu.head_gradient_in_forward, cpu.border_adapters] == [False] * 3
 
 
+@pytest.mark.parametrize(
+    ("command", "changes", "expected"),
+    [
+        ("sft", {}, [False, True]),
+        ("sft", {"recompute": "block"}, [True]),
+        ("sft", {"recompute": "none"}, [False]),
+        ("sft", {"device": "cpu"}, [False, True]),
+        ("sft", {"gradient_accumulation_steps": 2}, [False, False]),
+        ("sft", {"lora": True}, [False, False]),
+        ("dpo", {}, [False, False, False]),
+    ],
+)
+def test_gradients_are_lent_where_a_step_is_one_backward(planned: Any, command: str, changes: dict[str, Any], expected: list[bool]) -> None:
+    config = planned(command, **({"device": "cuda", "gradient_accumulation_steps": 1} | changes))
+    assert [options["compute"].lend_gradients for options in learner_choices(config, 64)] == expected
+
+
 def test_the_largest_choice_that_fits_is_made(planned: Any) -> None:
     """Each choice is made as soon as it fits, and none before."""
     config = planned("dpo", device="cuda", memory_limit_gb=64.0)

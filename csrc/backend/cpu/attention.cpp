@@ -249,7 +249,7 @@ void CpuBackend::attention_forward(const Tensor& out, const Tensor& lse, const T
 }
 
 void CpuBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                                    const Segments& segments, const AttentionShape& shape) {
+                                    const Segments& segments, const AttentionShape& shape, const Tensor&) {
     const char* op = "attention_backward";
     check_attention(op, qkv, out, lse, segments, shape);
     check(op, "dqkv", dqkv, qkv.rows, qkv.columns);

@@ -40,7 +40,7 @@ class CpuBackend final : public Backend {
                                 const std::vector<AdapterOutput>& adapters, float scale) override;
     void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) override;
     void linear_adapted_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, const Tensor& d_low, const Tensor& a) override;
-    void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) override;
+    void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha, float beta = 1.0f) override;
     void bias_backward(const Tensor& db, const Tensor& dy) override;
 
     void embedding_forward(const Tensor& out, const Tensor& table, const Tensor& ids) override;
@@ -62,7 +62,7 @@ class CpuBackend final : public Backend {
     void attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const Segments& segments,
                            const AttentionShape& shape) override;
     void attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                            const Segments& segments, const AttentionShape& shape) override;
+                            const Segments& segments, const AttentionShape& shape, const Tensor& spare = {}) override;
 
     void swiglu_forward(const Tensor& y, const Tensor& gate_up) override;
     void swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) override;

@@ -126,12 +126,12 @@ void CpuBackend::linear_adapted_backward_input(const Tensor& dx, const Tensor& d
     product(arguments);
 }
 
-void CpuBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) {
+void CpuBackend::linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha, float beta) {
     const char* op = "linear_backward_weight";
     check(op, "dw", dw, dy.columns, x.columns);
     check(op, "dy", dy, dy.rows, dy.columns);
     check(op, "x", x, dy.rows, x.columns);
-    product({dw.f32(), dw.stride, {dy.f32(), dy.stride, true}, {x.f32(), x.stride}, dw.rows, dw.columns, dy.rows, alpha, 1.0f});
+    product({dw.f32(), dw.stride, {dy.f32(), dy.stride, true}, {x.f32(), x.stride}, dw.rows, dw.columns, dy.rows, alpha, beta});
 }
 
 void CpuBackend::bias_backward(const Tensor& db, const Tensor& dy) {

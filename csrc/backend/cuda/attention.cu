@@ -272,14 +272,14 @@ void CudaBackend::attention_forward(const Tensor& out, const Tensor& lse, const 
     if (qkv.rows == 0) return;
     SegmentsOnDevice& on_device = segments_->get(op, segments);
     if (options_.attention != CudaOptions::Attention::Plain) {
-        if (attention_->forward({op, on_device, *segments_, *attention_scratch_, shape}, out, lse, qkv)) return;
+        if (attention_->forward({op, on_device, *segments_, *attention_scratch_, shape, {}}, out, lse, qkv)) return;
         if (options_.attention == CudaOptions::Attention::Cudnn) throw CudaError(op, "cuDNN's attention", attention_->refusal());
     }
     plain_attention_forward(out, lse, qkv, on_device, shape);
 }
 
 void CudaBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                                     const Segments& segments, const AttentionShape& shape) {
+                                     const Segments& segments, const AttentionShape& shape, const Tensor& spare) {
     const char* op = "attention_backward";
     const CudaOp scope(*this, op);
     check_attention(op, qkv, out, lse, segments, shape);
@@ -288,7 +288,7 @@ void CudaBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, con
     if (qkv.rows == 0) return;
     SegmentsOnDevice& on_device = segments_->get(op, segments);
     if (options_.attention != CudaOptions::Attention::Plain) {
-        if (attention_->backward({op, on_device, *segments_, *attention_scratch_, shape}, dqkv, dout, out, lse, qkv)) return;
+        if (attention_->backward({op, on_device, *segments_, *attention_scratch_, shape, spare}, dqkv, dout, out, lse, qkv)) return;
         if (options_.attention == CudaOptions::Attention::Cudnn) throw CudaError(op, "cuDNN's attention", attention_->refusal());
     }
     plain_attention_backward(dqkv, dout, out, lse, qkv, on_device, shape);

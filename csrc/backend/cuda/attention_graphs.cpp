@@ -53,6 +53,17 @@ std::int64_t round_up(std::int64_t value, std::int64_t smallest) {
     return (value + step - 1) / step * step;
 }
 
+void* workspace_of(const AttentionGraphs::Call& call, std::int64_t bytes) {
+    constexpr std::uintptr_t kAligned = 256;
+    const Tensor& spare = call.spare;
+    if (!spare.empty() && spare.contiguous()) {
+        const auto begin = reinterpret_cast<std::uintptr_t>(spare.data), aligned = (begin + kAligned - 1) / kAligned * kAligned;
+        const auto end = begin + static_cast<std::uintptr_t>(spare.size()) * size_of(spare.dtype);
+        if (aligned + static_cast<std::uintptr_t>(bytes) <= end) return reinterpret_cast<void*>(aligned);
+    }
+    return call.workspace.reserve(call.op, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)));
+}
+
 }  // namespace
 
 /// What a graph is built for.
@@ -86,9 +97,11 @@ struct AttentionGraphs::Plan {
     std::shared_ptr<fe::graph::Graph> graph;  // none: refused
     std::string refusal;
     std::int64_t workspace = 0;
+    bool to_be_tuned = false;
 };
 
-AttentionGraphs::AttentionGraphs(cudaStream_t stream, int, bool deterministic) : stream_(stream), deterministic_(deterministic) {
+AttentionGraphs::AttentionGraphs(cudaStream_t stream, bool deterministic, bool tune)
+    : stream_(stream), deterministic_(deterministic), tune_(tune && !deterministic) {
     const char* op = "make_cuda_backend";
     dnn_check(cudnnCreate(&handle_), op, "cudnnCreate");
     const cudnnStatus_t status = cudnnSetStream(handle_, stream_);
@@ -203,7 +216,8 @@ void AttentionGraphs::build(Plan& plan, const Layout& s, bool backward) {
         describe(*dv, "dv", DV, s.kv_heads, s.dqkv_stride, own ? offset_d : offset_v);
     }
 
-    fe::error_t status = graph->build(handle_, {fe::HeurMode_t::A});
+    fe::error_t status =
+        graph->build(handle_, {fe::HeurMode_t::A}, tune_ ? fe::BuildPlanPolicy_t::ALL : fe::BuildPlanPolicy_t::HEURISTICS_CHOICE);
     if (status.is_bad()) {
         plan.refusal = status.get_message();
         return;
@@ -215,7 +229,8 @@ void AttentionGraphs::build(Plan& plan, const Layout& s, bool backward) {
     } else if (backward && deterministic_ && workspace > kMostDeterministicBytes) {
         plan.refusal = "its deterministic algorithm needs " + std::to_string(workspace >> 20) + " MiB";
     } else {
-        plan.workspace = workspace;
+        plan.workspace = tune_ ? std::max(workspace, graph->get_autotune_workspace_size()) : workspace;
+        plan.to_be_tuned = tune_;
         plan.graph = std::move(graph);
     }
 }
@@ -236,6 +251,17 @@ AttentionGraphs::Plan& AttentionGraphs::plan_for(const Key& key, const Layout& l
     return *known;
 }
 
+void AttentionGraphs::execute(const char* op, Plan& plan, std::unordered_map<std::int64_t, void*>& pack, void* workspace) {
+    // Outputs are overwritten, never added to, so that timing runs do no harm.
+    if (plan.to_be_tuned) {
+        plan.to_be_tuned = false;
+        fe::error_t tuned = plan.graph->autotune(handle_, pack, workspace);
+        if (tuned.is_bad()) throw CudaError(op, "timing cuDNN's plans", tuned.get_message());
+    }
+    fe::error_t status = plan.graph->execute(handle_, pack, workspace);
+    if (status.is_bad()) throw CudaError(op, "executing cuDNN's graph", status.get_message());
+}
+
 bool AttentionGraphs::forward(const Call& call, const Tensor& out, const Tensor& lse, const Tensor& qkv) {
     if (qkv.dtype != DType::BFloat16 || out.dtype != DType::BFloat16) {
         refusal_ = "only bfloat16 is taken";
@@ -246,7 +272,7 @@ bool AttentionGraphs::forward(const Call& call, const Tensor& out, const Tensor&
     layout.out_stride = out.stride;
     layout.lse_stride = lse.stride;
     layout.wide = qkv.rows * std::max({qkv.stride, out.stride, lse.stride}) >= (std::int64_t{1} << 31);
-    const Plan& plan = plan_for(layout.key(false), layout, false);
+    Plan& plan = plan_for(layout.key(false), layout, false);
     if (!plan.graph) return false;
 
     auto* columns = qkv.as<char>();
@@ -266,9 +292,8 @@ bool AttentionGraphs::forward(const Call& call, const Tensor& out, const Tensor&
         {OffsetOut, call.cache.offsets(call.op, call.segments, out.stride, layout.wide)},
         {OffsetLse, call.cache.offsets(call.op, call.segments, lse.stride, layout.wide)},
     };
-    void* workspace = call.workspace.reserve(call.op, static_cast<std::size_t>(std::max<std::int64_t>(plan.workspace, 1)));
-    fe::error_t status = plan.graph->execute(handle_, pack, workspace);
-    if (status.is_bad()) throw CudaError(call.op, "executing cuDNN's graph", status.get_message());
+    void* workspace = workspace_of(call, plan.workspace);
+    execute(call.op, plan, pack, workspace);
     return true;
 }
 
@@ -288,7 +313,7 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
     layout.dout_stride = dout.stride;
     layout.wide = qkv.rows * std::max({qkv.stride, out.stride, lse.stride, dqkv.stride, dout.stride}) * (shape.heads / shape.kv_heads) >=
                   (std::int64_t{1} << 31);
-    const Plan& plan = plan_for(layout.key(true), layout, true);
+    Plan& plan = plan_for(layout.key(true), layout, true);
     if (!plan.graph) return false;
 
     auto* columns = qkv.as<char>();
@@ -316,9 +341,8 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
         {OffsetDOut, call.cache.offsets(call.op, call.segments, dout.stride, layout.wide)},
         {OffsetDQkv, call.cache.offsets(call.op, call.segments, dqkv.stride, layout.wide)},
     };
-    void* workspace = call.workspace.reserve(call.op, static_cast<std::size_t>(std::max<std::int64_t>(plan.workspace, 1)));
-    fe::error_t status = plan.graph->execute(handle_, pack, workspace);
-    if (status.is_bad()) throw CudaError(call.op, "executing cuDNN's graph", status.get_message());
+    void* workspace = workspace_of(call, plan.workspace);
+    execute(call.op, plan, pack, workspace);
     return true;
 }
 

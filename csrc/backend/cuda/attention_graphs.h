@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
 
 #include "backend/backend.h"
 #include "backend/cuda/segment_cache.h"
@@ -21,7 +22,7 @@ class Workspace;
 /// A graph is built once per shape, with the number of segments, the longest segment and (backward) the number of tokens rounded up.
 class AttentionGraphs {
    public:
-    AttentionGraphs(cudaStream_t stream, int device, bool deterministic);
+    AttentionGraphs(cudaStream_t stream, bool deterministic, bool tune);
     ~AttentionGraphs();
     AttentionGraphs(const AttentionGraphs&) = delete;
     AttentionGraphs& operator=(const AttentionGraphs&) = delete;
@@ -32,6 +33,7 @@ class AttentionGraphs {
         SegmentCache& cache;
         Workspace& workspace;
         const AttentionShape& shape;
+        Tensor spare;  // taken in place of the workspace if it is large enough
     };
     /// False if cuDNN does not take it: refusal() says why, and nothing was written.
     bool forward(const Call& call, const Tensor& out, const Tensor& lse, const Tensor& qkv);
@@ -46,9 +48,10 @@ class AttentionGraphs {
     Layout layout_of(const Call& call, const Tensor& qkv) const;
     Plan& plan_for(const Key& key, const Layout& layout, bool backward);
     void build(Plan& plan, const Layout& layout, bool backward);
+    void execute(const char* op, Plan& plan, std::unordered_map<std::int64_t, void*>& pack, void* workspace);
 
     cudaStream_t stream_;
-    bool deterministic_;
+    bool deterministic_, tune_;
     cudnnContext* handle_ = nullptr;
     std::map<Key, std::unique_ptr<Plan>> plans_;
     std::string refusal_;

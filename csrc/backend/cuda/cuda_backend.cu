@@ -4,6 +4,7 @@
 
 #include "backend/cuda/attention_graphs.h"
 #include "backend/cuda/checks.h"
+#include "backend/cuda/copy_all.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_error.h"
 #include "backend/cuda/kernels.cuh"
@@ -159,8 +160,9 @@ CudaBackend::CudaBackend(const CudaOptions& options) : options_(options) {
         staging_ = std::make_unique<Staging>(stream_);
         if (options.profile) profiler_ = std::make_unique<Profiler>(stream_);
         linear_ = std::make_unique<Linear>(stream_, options.autotune && !options.deterministic);
-        attention_ = std::make_unique<AttentionGraphs>(stream_, options.device, options.deterministic);
+        attention_ = std::make_unique<AttentionGraphs>(stream_, options.deterministic, options.tune_attention);
         segments_ = std::make_unique<SegmentCache>(stream_, *staging_);
+        copies_ = std::make_unique<CopyTable>(stream_, *staging_);
         CUDA_CHECK(op, cudaStreamSynchronize(stream_));
     } catch (...) {
         cudaFree(fault_);
@@ -173,12 +175,13 @@ CudaBackend::~CudaBackend() {
     cudaSetDevice(options_.device);
     if (profiler_) {
         try {
-            std::fputs(profile_table().c_str(), stderr);
+            std::fputs((profile_table() + product_table()).c_str(), stderr);
         } catch (const std::exception& error) {
             std::fprintf(stderr, "profile: %s\n", error.what());
         }
     }
     cudaStreamSynchronize(stream_);
+    copies_.reset();
     segments_.reset();
     attention_.reset();
     linear_.reset();
@@ -196,15 +199,29 @@ std::string CudaBackend::profile_table() {
     return profiler_ ? profiler_->table() : std::string();
 }
 
+std::string CudaBackend::product_table() {
+    const std::lock_guard<std::recursive_mutex> lock(mutex_);
+    return linear_->choices();
+}
+
 const std::string& CudaBackend::attention_refusal() const { return attention_->refusal(); }
 
 std::size_t CudaBackend::own_bytes() const {
     return scratch_->capacity() + attention_scratch_->capacity() + linear_->device_bytes() + staging_->device_bytes();
 }
 
-CudaOp::CudaOp(CudaBackend& backend, const char* name) : backend_(backend), lock_(backend.mutex_) {
+CudaOp::CudaOp(CudaBackend& backend, const char* name, std::initializer_list<std::int64_t> shape)
+    : backend_(backend), lock_(backend.mutex_) {
     CUDA_CHECK(name, cudaSetDevice(backend.options_.device));
-    if (backend.profiler_) timed_ = backend.profiler_->begin(name);
+    if (!backend.profiler_) return;
+    std::string full = name;
+    const char* mark = " ";
+    for (const std::int64_t size : shape) {
+        full += mark;
+        full += std::to_string(size);
+        mark = "x";
+    }
+    timed_ = backend.profiler_->begin(full);
 }
 
 CudaOp::~CudaOp() {

@@ -4,9 +4,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "backend/backend.h"
 
@@ -15,6 +17,7 @@ namespace surogate {
 namespace cuda {
 
 class AttentionGraphs;
+class CopyTable;
 class Linear;
 class Profiler;
 class SegmentCache;
@@ -63,26 +66,30 @@ class CudaBackend final : public Backend {
     cudaStream_t stream() const { return stream_; }
     /// Time per operation so far, as a table; empty unless options.profile.
     std::string profile_table();
+    /// The matrix products whose algorithms were chosen by timing, and their rates.
+    std::string product_table();
     /// Why cuDNN did not take the last attention that it was asked for; empty if it did.
     const std::string& attention_refusal() const;
-    /// Device memory that the back-end itself holds (workspaces, staging), beside what allocate() gave out.
-    std::size_t own_bytes() const;
-
     Device device() const override { return {Device::Kind::Cuda, options_.device}; }
     /// What the device has free, less what the back-end itself will come to take for workspaces and staging.
     std::size_t available_memory() const override;
+    /// Workspaces and staging.
+    std::size_t own_bytes() const override;
     void* allocate(std::size_t bytes) override;
     void release(void* data) noexcept override;
     void upload(const Tensor& out, const void* host) override;
     void download(void* host, const Tensor& in) override;
     void copy(const Tensor& out, const Tensor& in) override;
     void fill(const Tensor& out, float value) override;
+    /// One launch for all of them.
+    void copy_all(const std::vector<CopyItem>& items) override;
     /// x *= factor
     void scale(const Tensor& x, float factor);
 
     void linear_forward(const Tensor& y, const Tensor& x, const Tensor& w, const Tensor& bias, float alpha, float beta) override;
+    void linear_add_forward(const Tensor& y, const Tensor& residual, const Tensor& x, const Tensor& w, const Tensor& bias) override;
     void linear_backward_input(const Tensor& dx, const Tensor& dy, const Tensor& w, float alpha, float beta) override;
-    void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha) override;
+    void linear_backward_weight(const Tensor& dw, const Tensor& dy, const Tensor& x, float alpha, float beta = 1.0f) override;
     void bias_backward(const Tensor& db, const Tensor& dy) override;
 
     void embedding_forward(const Tensor& out, const Tensor& table, const Tensor& ids) override;
@@ -104,10 +111,11 @@ class CudaBackend final : public Backend {
     void attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const Segments& segments,
                            const AttentionShape& shape) override;
     void attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
-                            const Segments& segments, const AttentionShape& shape) override;
+                            const Segments& segments, const AttentionShape& shape, const Tensor& spare = {}) override;
 
     void swiglu_forward(const Tensor& y, const Tensor& gate_up) override;
     void swiglu_backward(const Tensor& dgate_up, const Tensor& dy, const Tensor& gate_up) override;
+    void swiglu_recompute_backward(const Tensor& dgate_up, const Tensor& y, const Tensor& dy, const Tensor& gate_up) override;
 
     void gather_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
     void scatter_add_rows(const Tensor& out, const Tensor& in, const Tensor& index) override;
@@ -148,12 +156,14 @@ class CudaBackend final : public Backend {
     std::unique_ptr<cuda::Linear> linear_;
     std::unique_ptr<cuda::AttentionGraphs> attention_;
     std::unique_ptr<cuda::SegmentCache> segments_;
+    std::unique_ptr<cuda::CopyTable> copies_;
 };
 
 /// One operation in flight: holds the back-end's lock, makes its device current, and times it when profiling. The first thing in each.
 class CudaOp {
    public:
-    CudaOp(CudaBackend& backend, const char* name);
+    /// `shape` becomes a part of the name in profiles.
+    CudaOp(CudaBackend& backend, const char* name, std::initializer_list<std::int64_t> shape = {});
     ~CudaOp();
     CudaOp(const CudaOp&) = delete;
     CudaOp& operator=(const CudaOp&) = delete;

@@ -35,28 +35,56 @@ __global__ void number_kernel(std::int32_t* order, std::int64_t count) {
     if (i < count) order[i] = static_cast<std::int32_t>(i);
 }
 
-/// Where a run of equal ids begins, one block adds up its rows, in the order of T (the sort is stable).
-template <int V>
-__global__ void __launch_bounds__(kThreads)
-    add_runs_kernel(Rows<Any> out, Rows<Any> in, const std::int32_t* ids, const std::int32_t* order, std::int64_t count, std::int64_t limit,
+constexpr int kRunThreads = 32;  // of a block that adds up a run: a frequent id's rows are read by many multiprocessors, a few columns each
+constexpr int kRunAhead = 16;    // rows in flight
+
+/// Where a run of equal ids begins, a block adds up its rows, in the order of T (the sort is stable). Rows are fetched ahead of the sum,
+/// which alone has to keep the order.
+template <typename T, int V>
+__global__ void __launch_bounds__(kRunThreads)
+    add_runs_kernel(Rows<Any> out, Rows<T> in, const std::int32_t* ids, const std::int32_t* order, std::int64_t count, std::int64_t limit,
                     std::int64_t columns, int code, int* fault) {
-    const std::int64_t first = blockIdx.x, column = (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * V;
+    const std::int64_t first = blockIdx.x, column = (static_cast<std::int64_t>(blockIdx.y) * kRunThreads + threadIdx.x) * V;
     const std::int32_t id = ids[first];
-    if ((first > 0 && ids[first - 1] == id) || column >= columns) return;
+    if (first > 0 && ids[first - 1] == id) return;
     if (id < 0 || id >= limit) {
         *fault = code;
         return;
     }
-    const Vec<Any, V> before = out.get<V>(id, column);
+    const bool live = column < columns;
     float sum[V];
+    if (live) {
+        const Vec<Any, V> before = out.get<V>(id, column);
 #pragma unroll
-    for (int i = 0; i < V; ++i) sum[i] = before[i];
-    for (std::int64_t at = first; at < count && ids[at] == id; ++at) {
-        const Vec<Any, V> vec = in.get<V>(order[at], column);
-#pragma unroll
-        for (int i = 0; i < V; ++i) sum[i] += vec[i];
+        for (int i = 0; i < V; ++i) sum[i] = before[i];
     }
-    out.put<V>(id, column, sum);
+    // The lanes look at 32 places at a time: how many of them belong to the run, and which rows they are.
+    for (std::int64_t at = first;; at += 32) {
+        const std::int64_t own = at + threadIdx.x;
+        const bool same = own < count && ids[own] == id;
+        const std::int32_t row = same ? order[own] : 0;
+        const int here = __popc(__ballot_sync(kFullWarp, same));
+        for (int begin = 0; begin < here; begin += kRunAhead) {
+            Vec<T, V> vecs[kRunAhead];
+#pragma unroll
+            for (int n = 0; n < kRunAhead; ++n) {
+                const std::int32_t from = __shfl_sync(kFullWarp, row, (begin + n) % 32);
+                if (live && begin + n < here) {
+                    vecs[n] = in.template get<V>(from, column);
+                } else {
+                    vecs[n].zero();
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kRunAhead; ++n) {
+                if (begin + n >= here) continue;
+#pragma unroll
+                for (int i = 0; i < V; ++i) sum[i] += vecs[n][i];
+            }
+        }
+        if (here < 32) break;
+    }
+    if (live) out.put<V>(id, column, sum);
 }
 
 /// Sets `repeats` unless the index rises from row to row, as it does where rows were picked out of a matrix in their order.
@@ -137,24 +165,31 @@ void CudaBackend::embedding_backward(const Tensor& dtable, const Tensor& dout, c
     if (dout.size() == 0) return;
     // (id, row) sorted by id: rows of one id then follow each other, in their order, and are added up without atomics.
     const std::int64_t count = dout.rows;
+    // Only the bits that ids of the table have are sorted by; one outside of it is found when it is added.
+    int bits = 1;
+    while (bits < 31 && (std::int64_t{1} << bits) < dtable.rows) ++bits;
     std::size_t sort_bytes = 0;
     CUDA_CHECK(op, cub::DeviceRadixSort::SortPairs(nullptr, sort_bytes, ids.i32(), static_cast<std::int32_t*>(nullptr),
                                                    static_cast<const std::int32_t*>(nullptr), static_cast<std::int32_t*>(nullptr),
-                                                   static_cast<int>(count), 0, 32, stream_));
+                                                   static_cast<int>(count), 0, bits, stream_));
     const std::int64_t padded = (count + 63) / 64 * 64;
     auto* memory = static_cast<std::int32_t*>(scratch_->reserve(op, static_cast<std::size_t>(3 * padded) * 4 + sort_bytes));
     std::int32_t *numbers = memory, *sorted = memory + padded, *order = memory + 2 * padded;
     void* sort_memory = memory + 3 * padded;
     number_kernel<<<blocks_for(count, kThreads), kThreads, 0, stream_>>>(numbers, count);
     CUDA_LAUNCHED(op);
-    CUDA_CHECK(op,
-               cub::DeviceRadixSort::SortPairs(sort_memory, sort_bytes, static_cast<const std::int32_t*>(ids.i32()), sorted,
-                                               static_cast<const std::int32_t*>(numbers), order, static_cast<int>(count), 0, 32, stream_));
-    by_width(vectors_of_8(dout.columns, {&dtable, &dout}), [&](auto width) {
-        constexpr int V = width();
-        const dim3 grid(static_cast<unsigned>(count), blocks_for(dout.columns, kThreads * V));
-        add_runs_kernel<V><<<grid, kThreads, 0, stream_>>>(rows_of<Any>(dtable), rows_of<Any>(dout), sorted, order, count, dtable.rows,
-                                                           dout.columns, static_cast<int>(DeviceFault::EmbeddingId), fault_);
+    CUDA_CHECK(
+        op, cub::DeviceRadixSort::SortPairs(sort_memory, sort_bytes, static_cast<const std::int32_t*>(ids.i32()), sorted,
+                                            static_cast<const std::int32_t*>(numbers), order, static_cast<int>(count), 0, bits, stream_));
+    by_type({&dout}, [&](auto type) {
+        using T = typename decltype(type)::type;
+        by_width(vectors_of_8(dout.columns, {&dtable, &dout}), [&](auto width) {
+            constexpr int V = width();
+            const dim3 grid(static_cast<unsigned>(count), blocks_for(dout.columns, kRunThreads * V));
+            add_runs_kernel<T, V><<<grid, kRunThreads, 0, stream_>>>(rows_of<Any>(dtable), rows_of<T>(dout), sorted, order, count,
+                                                                     dtable.rows, dout.columns, static_cast<int>(DeviceFault::EmbeddingId),
+                                                                     fault_);
+        });
     });
     CUDA_LAUNCHED(op);
 }

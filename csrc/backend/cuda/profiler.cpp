@@ -36,11 +36,11 @@ cudaEvent_t Profiler::event() {
     return result;
 }
 
-bool Profiler::begin(const char* name) {
+bool Profiler::begin(const std::string& name) {
     if (open_) return false;
     if (pending_.size() >= kMostPending) collect();
 #ifdef SUROGATE_NVTX
-    nvtxRangePushA(name);
+    nvtxRangePushA(name.c_str());
 #endif
     open_ = true;
     pending_.push_back({name, event(), event()});
@@ -77,14 +77,14 @@ std::string Profiler::table() {
     double sum = 0.0;
     for (const auto& [name, total] : lines) sum += total.milliseconds;
     char text[160];
-    std::snprintf(text, sizeof text, "%-28s %9s %12s %10s %7s\n", "operation", "calls", "total ms", "mean us", "share");
+    std::snprintf(text, sizeof text, "%-52s %9s %12s %10s %7s\n", "operation", "calls", "total ms", "mean us", "share");
     std::string result = text;
     for (const auto& [name, total] : lines) {
-        std::snprintf(text, sizeof text, "%-28s %9ld %12.3f %10.1f %6.1f%%\n", name.c_str(), total.calls, total.milliseconds,
+        std::snprintf(text, sizeof text, "%-52s %9ld %12.3f %10.1f %6.1f%%\n", name.c_str(), total.calls, total.milliseconds,
                       1e3 * total.milliseconds / static_cast<double>(total.calls), 100.0 * total.milliseconds / std::max(sum, 1e-9));
         result += text;
     }
-    std::snprintf(text, sizeof text, "%-28s %9s %12.3f\n", "all", "", sum);
+    std::snprintf(text, sizeof text, "%-52s %9s %12.3f\n", "all", "", sum);
     return result + text;
 }
 

@@ -18,7 +18,7 @@ class Profiler {
     Profiler& operator=(const Profiler&) = delete;
 
     /// Only the outermost operation counts; returns whether this is one, and end() is due.
-    bool begin(const char* name);
+    bool begin(const std::string& name);
     void end();
     /// Waits for what is in flight. Columns: operation, calls, total, mean, share of the total.
     std::string table();
@@ -29,7 +29,7 @@ class Profiler {
         double milliseconds = 0.0;
     };
     struct Pair {
-        const char* name;
+        std::string name;
         cudaEvent_t begin, end;
     };
     cudaEvent_t event();

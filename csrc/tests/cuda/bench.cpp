@@ -8,8 +8,9 @@
 #include "backend/cuda/cuda_error.h"
 #include "tests/cuda/device.h"
 
-// surogate_cuda_bench [0.6B|1.7B|8B ...] [--jsonl FILE]: the rate of each operation at the shapes of Qwen3 models, sustained: the median of
-// three runs of a few tenths of a second each, timed by events. Buffers take turns, so that what is read is not what lies in the cache.
+// surogate_cuda_bench [0.6B|1.7B|8B|optimizer|attention ...] [--jsonl FILE]: the rate of each operation at the shapes of Qwen3 models,
+// sustained: the median of three runs of a few tenths of a second each, timed by events. Buffers take turns, so that what is read is not
+// what lies in the cache.
 
 using namespace surogate;
 using namespace surogate::testing;
@@ -129,6 +130,13 @@ void products(CudaBackend& b, Bench& bench, const Model& m) {
                    [&](std::int64_t i) { b.linear_backward_input(x(i), y(i), w(i), 1.0f, 0.0f); });
         bench.time(m.name, numbers((std::string(name) + " backward weight, f32 +=").c_str(), {t, out, in}), flops, 0.0,
                    [&](std::int64_t i) { b.linear_backward_weight(dw(i), y(i), x(i), 1.0f); });
+        bench.time(m.name, numbers((std::string(name) + " backward weight, f32 =").c_str(), {t, out, in}), flops, 0.0,
+                   [&](std::int64_t i) { b.linear_backward_weight(dw(i), y(i), x(i), 1.0f, 0.0f); });
+        const Turning narrow(b, out, in, DType::BFloat16, 1);
+        bench.time(m.name, numbers((std::string(name) + " backward weight, bf16 +=").c_str(), {t, out, in}), flops, 0.0,
+                   [&](std::int64_t i) { b.linear_backward_weight(narrow(i), y(i), x(i), 1.0f); });
+        bench.time(m.name, numbers((std::string(name) + " backward weight, bf16 =").c_str(), {t, out, in}), flops, 0.0,
+                   [&](std::int64_t i) { b.linear_backward_weight(narrow(i), y(i), x(i), 1.0f, 0.0f); });
     };
     linear("qkv", columns, m.hidden, 0);
     linear("o", m.hidden, m.heads * m.size, 0);
@@ -138,6 +146,32 @@ void products(CudaBackend& b, Bench& bench, const Model& m) {
     linear("qkv + border", columns + 3 * kRank, m.hidden + 3 * kRank, 0);
     linear("gate_up + border", 2 * m.ffn + 2 * kRank, m.hidden + 2 * kRank, 0);
     linear("down + border", m.hidden + kRank, m.ffn + kRank, 0);
+
+    {
+        const Turning x(b, t, m.ffn), w(b, m.hidden, m.ffn, DType::BFloat16, 2, 0.02f), y(b, t, m.hidden), residual(b, t, m.hidden);
+        const double flops = 2.0 * static_cast<double>(t) * static_cast<double>(m.ffn) * static_cast<double>(m.hidden);
+        bench.time(m.name, numbers("down + residual, copied first", {t, m.hidden, m.ffn}), flops, 0.0,
+                   [&](std::int64_t i) { b.Backend::linear_add_forward(y(i), residual(i), x(i), w(i), {}); });
+        bench.time(m.name, numbers("down + residual", {t, m.hidden, m.ffn}), flops, 0.0,
+                   [&](std::int64_t i) { b.linear_add_forward(y(i), residual(i), x(i), w(i), {}); });
+    }
+    {
+        // Adapters of eight layers into the borders of their weights.
+        std::vector<std::unique_ptr<OnDevice>> memory;
+        std::vector<Backend::CopyItem> items;
+        double bytes = 0.0;
+        for (int layer = 0; layer < 8; ++layer) {
+            for (const auto& [rows, width] : {std::pair{3 * kRank, m.hidden}, {columns, kRank}, {2 * m.ffn, kRank}, {kRank, m.ffn}}) {
+                memory.push_back(std::make_unique<OnDevice>(b, rows, width, DType::Float32, 0));
+                const Tensor exact = memory.back()->tensor();
+                memory.push_back(std::make_unique<OnDevice>(b, rows, width, DType::BFloat16, 64));
+                items.push_back({memory.back()->tensor(), exact});
+                bytes += 6.0 * static_cast<double>(rows * width);
+            }
+        }
+        bench.time(m.name, "refresh adapters of 8 layers, one by one", 0.0, bytes, [&](std::int64_t) { b.Backend::copy_all(items); });
+        bench.time(m.name, "refresh adapters of 8 layers", 0.0, bytes, [&](std::int64_t) { b.copy_all(items); });
+    }
 
     // An adapter as four thin products.
     const Turning x(b, t, m.hidden), a(b, 3 * kRank, m.hidden, DType::BFloat16, 1, 0.02f), low(b, t, 3 * kRank), y(b, t, columns),
@@ -161,7 +195,7 @@ void products(CudaBackend& b, Bench& bench, const Model& m) {
                [&](std::int64_t i) { b.linear_backward_weight(da(i), low(i), x(i), 1.0f); });
 }
 
-void attention(CudaBackend& b, Bench& bench, const Model& m) {
+void attention(CudaBackend& b, Bench& bench, const Model& m, const std::string& name = "attention") {
     const std::int64_t t = m.tokens, columns = (m.heads + 2 * m.kv_heads) * m.size;
     const Turning qkv(b, t, columns, DType::BFloat16, 2), out(b, t, m.heads * m.size, DType::BFloat16, 2),
         dout(b, t, m.heads * m.size, DType::BFloat16, 2), dqkv(b, t, columns, DType::BFloat16, 2), lse(b, t, m.heads, DType::Float32, 2);
@@ -177,13 +211,29 @@ void attention(CudaBackend& b, Bench& bench, const Model& m) {
         const double flops = 4.0 * static_cast<double>(m.heads * m.size) * pairs;
         const AttentionShape shape{m.heads, m.kv_heads, m.size, 0.08838834764f, 0};
         const Segments view{bounds.data(), segments};
-        bench.time(m.name, numbers("attention forward", {t, segments}), flops, 0.0,
+        bench.time(m.name, numbers((name + " forward").c_str(), {t, segments}), flops, 0.0,
                    [&](std::int64_t i) { b.attention_forward(out(i), lse(i), qkv(i), view, shape); });
-        bench.time(m.name, numbers("attention backward", {t, segments}), 2.5 * flops, 0.0,
+        bench.time(m.name, numbers((name + " backward").c_str(), {t, segments}), 2.5 * flops, 0.0,
                    [&](std::int64_t i) { b.attention_backward(dqkv(i), dout(i), out(i), lse(i), qkv(i), view, shape); });
         if (!b.attention_refusal().empty()) std::printf("      (not by cuDNN: %s)\n", b.attention_refusal().c_str());
     }
     std::printf("      own device memory %.2f GiB\n", static_cast<double>(b.own_bytes()) / (1024.0 * 1024.0 * 1024.0));
+}
+
+/// Attention alone, a few times: for a profiler that shows the kernels of which it consists.
+void attention_alone(CudaBackend& b, const Model& m) {
+    const std::int64_t t = m.tokens, columns = (m.heads + 2 * m.kv_heads) * m.size;
+    const Turning qkv(b, t, columns, DType::BFloat16, 1), out(b, t, m.heads * m.size, DType::BFloat16, 1),
+        dout(b, t, m.heads * m.size, DType::BFloat16, 1), dqkv(b, t, columns, DType::BFloat16, 1), lse(b, t, m.heads, DType::Float32, 1);
+    std::vector<std::int32_t> bounds;
+    for (std::int64_t s = 0; s <= m.segments; ++s) bounds.push_back(static_cast<std::int32_t>(t * s / m.segments));
+    const AttentionShape shape{m.heads, m.kv_heads, m.size, 0.08838834764f, 0};
+    const Segments view{bounds.data(), m.segments};
+    for (int i = 0; i < 2; ++i) {
+        b.attention_forward(out(0), lse(0), qkv(0), view, shape);
+        b.attention_backward(dqkv(0), dout(0), out(0), lse(0), qkv(0), view, shape);
+    }
+    b.synchronize();
 }
 
 void rows(CudaBackend& b, Bench& bench, const Model& m) {
@@ -226,6 +276,8 @@ void rows(CudaBackend& b, Bench& bench, const Model& m) {
                    [&](std::int64_t i) { b.swiglu_forward(y(i), gate_up(i)); });
         bench.time(m.name, numbers("swiglu backward", {t, m.ffn}), 0.0, 2.0 * tokens * ffn * 5.0,
                    [&](std::int64_t i) { b.swiglu_backward(d(i), y(i), gate_up(i)); });
+        bench.time(m.name, numbers("swiglu backward and forward again", {t, m.ffn}), 0.0, 2.0 * tokens * ffn * 6.0,
+                   [&](std::int64_t i) { b.swiglu_recompute_backward(d(i), y(i), y(i), gate_up(i)); });
     }
     {
         std::vector<std::int32_t> ids(static_cast<std::size_t>(t)), picked(static_cast<std::size_t>(t / 2));
@@ -287,6 +339,22 @@ void head(CudaBackend& b, Bench& bench, const Model& m) {
                [&](std::int64_t i) { b.logprob_backward(narrow(i), narrow(i), lse(i), {}, at.tensor(), seed(i), {}, 1.0f, 151669); });
 }
 
+/// What a chunk of the head costs by its number of rows: each one reads and writes the whole gradient of the weight.
+void head_chunks(CudaBackend& b, Bench& bench, const Model& m) {
+    for (const std::int64_t n : {1792, 3584, 7168}) {
+        const double flops = 2.0 * static_cast<double>(n) * static_cast<double>(m.vocab) * static_cast<double>(m.hidden);
+        const Turning x(b, n, m.hidden, DType::BFloat16, 1), d(b, n, m.vocab, DType::BFloat16, 1, 3.0f);
+        for (const DType type : {DType::Float32, DType::BFloat16}) {
+            const Turning dw(b, m.vocab, m.hidden, type, 1);
+            const std::string name = std::string("head backward weight, ") + (type == DType::Float32 ? "f32" : "bf16");
+            bench.time(m.name, numbers((name + " +=").c_str(), {n, m.vocab, m.hidden}), flops, 0.0,
+                       [&](std::int64_t i) { b.linear_backward_weight(dw(i), d(i), x(i), 1.0f); });
+            bench.time(m.name, numbers((name + " =").c_str(), {n, m.vocab, m.hidden}), flops, 0.0,
+                       [&](std::int64_t i) { b.linear_backward_weight(dw(i), d(i), x(i), 1.0f, 0.0f); });
+        }
+    }
+}
+
 void optimizer(CudaBackend& b, Bench& bench) {
     const std::int64_t n = std::int64_t{1} << 28;
     const double count = static_cast<double>(n);
@@ -309,6 +377,9 @@ void optimizer(CudaBackend& b, Bench& bench) {
     b.fill(v16(0), 1.0f);
     bench.time("all", "adamw bf16 stochastic, bf16 states 2^28", 0.0, count * (4.0 + 8.0 + 4.0),
                [&](std::int64_t) { b.adamw(flat(w), {}, flat(m16), flat(v16), flat(g), options); });
+    const Turning g16(b, n / 4096, 4096, DType::BFloat16, 1);
+    bench.time("all", "adamw bf16 stochastic, bf16 states and gradient 2^28", 0.0, count * (4.0 + 8.0 + 2.0),
+               [&](std::int64_t) { b.adamw(flat(w), {}, flat(m16), flat(v16), flat(g16), options); });
     bench.time("all", "sum of squares f32 2^28", 0.0, count * 4.0, [&](std::int64_t) { b.sum_of_squares(flat(g)); });
     bench.time("all", "fill 0 f32 2^28", 0.0, count * 4.0, [&](std::int64_t) { b.fill(g(0), 0.0f); });
 }
@@ -337,15 +408,28 @@ int main(int count, char** arguments) {
             any = true;
             products(backend, bench, model);
             attention(backend, bench, model);
+            {
+                CudaOptions options;
+                options.tune_attention = true;
+                CudaBackend tuned(options);
+                Bench tuned_bench(tuned);
+                attention(tuned, tuned_bench, model, "attention, plans timed,");
+            }
             rows(backend, bench, model);
             head(backend, bench, model);
+            head_chunks(backend, bench, model);
         }
         if (wanted.empty() || std::find(wanted.begin(), wanted.end(), "optimizer") != wanted.end()) {
             any = true;
             optimizer(backend, bench);
         }
+        if (std::find(wanted.begin(), wanted.end(), "attention") != wanted.end()) {
+            any = true;
+            for (const Model& model : kModels) attention_alone(backend, model);
+        }
+        std::printf("%s", backend.product_table().c_str());
         if (!any) {
-            std::fprintf(stderr, "no such model; there are 0.6B, 1.7B, 8B and optimizer\n");
+            std::fprintf(stderr, "no such model; there are 0.6B, 1.7B, 8B, optimizer and attention\n");
             return 1;
         }
     } catch (const std::exception& error) {

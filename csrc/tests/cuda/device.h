@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -130,9 +131,32 @@ inline double relative_error(const Host& got, const Host& expected) {
     return norm > 0.0 ? std::sqrt(error / norm) : std::sqrt(error);
 }
 
-/// Prints ||got - expected|| / ||expected|| beside its bound; too large, NaN, or a write beside the view counts as a failure.
-inline void compare(const std::string& what, const OnDevice& got, const Host& expected, double bound) {
-    const double error = relative_error(got.read(), expected);
+inline double norm(const Host& host) {
+    double sum = 0.0;
+    for (const float value : host.values) sum += static_cast<double>(value) * static_cast<double>(value);
+    return std::sqrt(sum);
+}
+
+/// What rounding numbers of these sizes to bfloat16 may cost, norm-wise. One number loses at most u = 2^-8 of itself, and its square in the
+/// mean u^2 / 7 (uniform within the spacing, mantissas spread as logarithms). Of n numbers of one size the mean of the squares exceeds that
+/// by u^2 sqrt(ln(1/p) / 2n) with probability p (Hoeffding; here p = 1e-6); n is counted by weight, (sum x^2)^2 / sum x^4.
+inline double rounding_to_bfloat16(const Host& expected) {
+    constexpr double u = 1.0 / 256.0, deviation = 2.63;
+    double squares = 0.0, fourths = 0.0;
+    for (const float value : expected.values) {
+        const double square = static_cast<double>(value) * static_cast<double>(value);
+        squares += square;
+        fourths += square * square;
+    }
+    const double count = fourths > 0.0 ? std::max(1.0, squares * squares / fourths) : 1.0;
+    return u * std::sqrt(std::min(1.0, 1.0 / 7.0 + deviation / std::sqrt(count)));
+}
+
+/// Prints ||got - expected|| / ||expected|| beside its bound; too large, NaN, or a write beside the view counts as a failure. `absolute` is
+/// an error of the norm that does not shrink with the expected numbers, as where large numbers cancel.
+inline void compare(const std::string& what, const OnDevice& got, const Host& expected, double bound, double absolute = 0.0) {
+    const double error = relative_error(got.read(), expected), size = norm(expected);
+    bound += size > 0.0 ? absolute / size : absolute;  // relative_error is absolute where all is expected to be zero
     const bool close = error <= bound, clean = got.guards_intact();
     std::printf("  %-74s %-8s %.2e (<= %.1e)%s%s\n", what.c_str(), name_of(got.dtype()), error, bound, close ? "" : "  TOO LARGE",
                 clean ? "" : "  WROTE OUTSIDE OF THE VIEW");

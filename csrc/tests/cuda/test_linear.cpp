@@ -42,6 +42,39 @@ TEST(linear_forward_and_backward) {
                 cpu().linear_backward_weight(dw.tensor(), dy.tensor(), x.tensor(), 2.0f);
                 gpu().linear_backward_weight(gdw.tensor(), gdy.tensor(), gx.tensor(), 2.0f);
                 compare(shape_name("linear_backward_weight", {s.tokens, s.out, s.in, s.pad}), gdw, dw, bound(out_type, 4e-6));
+                const OnDevice set = OnDevice::poisoned(gpu(), s.out, s.in, out_type, s.pad);
+                cpu().linear_backward_weight(dw.tensor(), dy.tensor(), x.tensor(), 2.0f, 0.0f);
+                gpu().linear_backward_weight(set.tensor(), gdy.tensor(), gx.tensor(), 2.0f, 0.0f);
+                compare(shape_name("linear_backward_weight", {s.tokens, s.out, s.in, s.pad}, "beta 0"), set, dw,
+                        4e-6 + (out_type == DType::BFloat16 ? rounding_to_bfloat16(dw) : 0.0));
+            }
+        }
+    }
+}
+
+TEST(linear_add_forward) {
+    for (const DType dtype : kTypes) {
+        for (const DType residual_type : kTypes) {
+            for (const Size& s : kSizes) {
+                Host x = Host::random(s.tokens, s.in, 1, dtype), w = Host::random(s.out, s.in, 2, dtype),
+                     residual = Host::random(s.tokens, s.out, 3, residual_type, 5.0f), bias = Host::random(1, s.out, 4, dtype);
+                // In bfloat16 a residual of the other type is rounded first.
+                Host seen = residual, y(s.tokens, s.out);
+                if (dtype == DType::BFloat16) {
+                    for (float& value : seen.values) value = to_bf16(value);
+                }
+                const OnDevice gx(gpu(), x, dtype, s.pad), gw(gpu(), w, dtype, s.pad), gbias(gpu(), bias, dtype, 0);
+                // Of another stride than y.
+                const OnDevice gresidual(gpu(), residual, residual_type, s.pad + 8);
+                for (const bool with_bias : {false, true}) {
+                    const OnDevice gy = OnDevice::poisoned(gpu(), s.tokens, s.out, dtype, s.pad);
+                    cpu().linear_add_forward(y.tensor(), seen.tensor(), x.tensor(), w.tensor(), with_bias ? bias.tensor() : Tensor{});
+                    gpu().linear_add_forward(gy.tensor(), gresidual.tensor(), gx.tensor(), gw.tensor(),
+                                             with_bias ? gbias.tensor() : Tensor{});
+                    compare(shape_name("linear_add_forward", {s.tokens, s.out, s.in, s.pad}, with_bias ? "bias" : ""), gy, y,
+                            4e-6 + (dtype == DType::BFloat16 ? rounding_to_bfloat16(y) : 0.0));
+                    compare(shape_name("linear_add_forward, its residual", {s.tokens, s.out, s.in, s.pad}), gresidual, residual, 0.0);
+                }
             }
         }
     }

@@ -1,3 +1,7 @@
+#include <limits>
+#include <memory>
+#include <vector>
+
 #include "tests/cuda/device.h"
 
 using namespace surogate;
@@ -54,6 +58,46 @@ TEST(memory_copy_fill_scale) {
             }
         }
     }
+}
+
+TEST(memory_copies_all_at_once) {
+    struct Part {
+        std::int64_t rows, columns, pad_in, pad_out;
+        DType from, to;
+    };
+    const std::vector<Part> parts = {{16, 1024, 0, 64, DType::Float32, DType::BFloat16},  {3, 5, 0, 3, DType::BFloat16, DType::Float32},
+                                     {2048, 16, 0, 112, DType::Float32, DType::BFloat16}, {1, 1, 0, 0, DType::Float32, DType::Float32},
+                                     {7, 24, 8, 16, DType::BFloat16, DType::BFloat16},    {300, 9, 1, 2, DType::Float32, DType::BFloat16}};
+    // Again with other numbers in the same places, then with other places.
+    for (std::uint64_t round = 0; round < 3; ++round) {
+        std::vector<std::unique_ptr<OnDevice>> in, out;
+        std::vector<Host> expected;
+        std::vector<Backend::CopyItem> items;
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            const Part& p = parts[i];
+            Host host = Host::random(p.rows, p.columns, 10 * round + i, p.from);
+            in.push_back(std::make_unique<OnDevice>(gpu(), host, p.from, p.pad_in));
+            out.push_back(
+                std::make_unique<OnDevice>(gpu(), Host(p.rows, p.columns, std::numeric_limits<float>::quiet_NaN()), p.to, p.pad_out));
+            if (p.to == DType::BFloat16) {
+                for (float& value : host.values) value = to_bf16(value);
+            }
+            expected.push_back(host);
+            items.push_back({out.back()->tensor(), in.back()->tensor()});
+        }
+        gpu().copy_all(items);
+        gpu().copy_all(items);
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+            compare(shape_name("copy_all", {parts[i].rows, parts[i].columns, parts[i].pad_out}), *out[i], expected[i], 0.0);
+        }
+    }
+    gpu().copy_all({});
+    const OnDevice ids(gpu(), std::vector<std::int32_t>{1, 2, 3}), same(gpu(), std::vector<std::int32_t>{0, 0, 0});
+    gpu().copy_all({{same.tensor(), ids.tensor()}});
+    std::vector<std::int32_t> back(3);
+    gpu().download(back.data(), same.tensor());
+    CHECK(back == (std::vector<std::int32_t>{1, 2, 3}));
+    CHECK_THROWS(gpu().copy_all({{same.tensor(), ids.tensor().column_range(0, 2)}}), "copy_all: out");
 }
 
 TEST(memory_errors_say_what_and_where) {

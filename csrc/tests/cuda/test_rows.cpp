@@ -1,3 +1,5 @@
+#include <utility>
+
 #include "tests/cuda/device.h"
 
 using namespace surogate;
@@ -94,6 +96,15 @@ TEST(swiglu_forward_and_backward) {
             cpu().swiglu_backward(d.tensor(), dy.tensor(), gate_up.tensor());
             gpu().swiglu_backward(gd.tensor(), gdy.tensor(), ggate_up.tensor());
             compare(shape_name("swiglu_backward", {s.rows, s.columns, s.pad}), gd, d, bound(dtype));
+            // Both at once, apart and in place.
+            const OnDevice gy_again = OnDevice::poisoned(gpu(), s.rows, s.columns, dtype, s.pad),
+                           gd_again = OnDevice::poisoned(gpu(), s.rows, 2 * s.columns, dtype, s.pad);
+            gpu().swiglu_recompute_backward(gd_again.tensor(), gy_again.tensor(), gdy.tensor(), ggate_up.tensor());
+            compare(shape_name("swiglu_recompute_backward", {s.rows, s.columns, s.pad}), gd_again, gd.read(), 0.0);
+            compare(shape_name("swiglu_recompute_backward y", {s.rows, s.columns, s.pad}), gy_again, gy.read(), 0.0);
+            gpu().swiglu_recompute_backward(ggate_up.tensor(), gdy.tensor(), gdy.tensor(), ggate_up.tensor());
+            compare(shape_name("swiglu_recompute_backward in place", {s.rows, s.columns, s.pad}), ggate_up, gd.read(), 0.0);
+            compare(shape_name("swiglu_recompute_backward y in place", {s.rows, s.columns, s.pad}), gdy, gy.read(), 0.0);
         }
     }
 }
@@ -144,6 +155,32 @@ TEST(embedding_and_rows) {
     }
 }
 
+TEST(embedding_backward_of_long_runs) {
+    // Runs of 1, around a warp and around what is fetched ahead, one of thousands; several tables' widths, so that ids need few or many
+    // bits.
+    for (const std::int64_t table_rows : {1, 2, 300, 70000}) {
+        for (const auto& [columns, pad] : {std::pair<std::int64_t, std::int64_t>{7, 0}, {264, 8}, {1024, 0}}) {
+            if (table_rows * columns > 2000000) continue;  // only to draw it would take seconds
+            for (const DType dtype : kTypes) {
+                std::vector<std::int32_t> ids;
+                const Philox draw(3, static_cast<std::uint64_t>(table_rows));
+                for (const int length : {1, 15, 16, 17, 31, 32, 33, 64, 65, 3000, 2}) {
+                    const auto id = static_cast<std::int32_t>(draw(ids.size())[0] % static_cast<std::uint32_t>(table_rows));
+                    ids.insert(ids.end(), static_cast<std::size_t>(length), id);
+                }
+                // Shuffled, so that the rows of a run lie apart.
+                for (std::size_t i = ids.size() - 1; i > 0; --i) std::swap(ids[i], ids[draw(7919 + i)[0] % (i + 1)]);
+                const auto count = static_cast<std::int64_t>(ids.size());
+                Host dout = Host::random(count, columns, 2, dtype), dtable = Host::random(table_rows, columns, 3, DType::Float32);
+                const OnDevice gids(gpu(), ids), gdout(gpu(), dout, dtype, pad), gdtable(gpu(), dtable, DType::Float32, pad);
+                cpu().embedding_backward(dtable.tensor(), dout.tensor(), ids_of(ids));
+                gpu().embedding_backward(gdtable.tensor(), gdout.tensor(), gids.tensor());
+                compare(shape_name("embedding_backward, long runs", {count, table_rows, columns, pad}), gdtable, dtable, 1e-7);
+            }
+        }
+    }
+}
+
 TEST(embedding_ids_outside_are_reported) {
     const OnDevice table(gpu(), Host(10, 8), DType::BFloat16, 0), out(gpu(), Host(3, 8), DType::BFloat16, 0);
     for (const std::int32_t bad : {-1, 10}) {
@@ -153,5 +190,7 @@ TEST(embedding_ids_outside_are_reported) {
         gpu().synchronize();  // once
         gpu().gather_rows(out.tensor(), table.tensor(), ids.tensor());
         CHECK_THROWS(out.read(), "index");
+        gpu().embedding_backward(table.tensor(), out.tensor(), ids.tensor());
+        CHECK_THROWS(gpu().synchronize(), "ids");
     }
 }
