@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <cstdlib>
+#include <vector>
 
 #include "backend/cuda/attention_graphs.h"
 #include "backend/cuda/checks.h"
@@ -286,12 +288,40 @@ void CudaBackend::attention_backward(const Tensor& dqkv, const Tensor& dout, con
     check(op, "dqkv", dqkv, qkv.rows, qkv.columns);
     check(op, "dout", dout, out.rows, out.columns);
     if (qkv.rows == 0) return;
-    SegmentsOnDevice& on_device = segments_->get(op, segments);
     if (options_.attention != CudaOptions::Attention::Plain) {
-        if (attention_->backward({op, on_device, *segments_, *attention_scratch_, shape, spare}, dqkv, dout, out, lse, qkv)) return;
+        if (cudnn_attention_backward(dqkv, dout, out, lse, qkv, segments, shape, spare)) return;
         if (options_.attention == CudaOptions::Attention::Cudnn) throw CudaError(op, "cuDNN's attention", attention_->refusal());
     }
-    plain_attention_backward(dqkv, dout, out, lse, qkv, on_device, shape);
+    plain_attention_backward(dqkv, dout, out, lse, qkv, segments_->get(op, segments), shape);
+}
+
+/// In parts, each of whole segments, where all at once would need more memory on the way than is spare.
+bool CudaBackend::cudnn_attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
+                                           const Segments& segments, const AttentionShape& shape, const Tensor& spare) {
+    const char* op = "attention_backward";
+    const AttentionGraphs::Call call{op, segments_->get(op, segments), *segments_, *attention_scratch_, shape, spare};
+    const std::size_t room = SpareMemory(spare).bytes, needed = attention_->backward_bytes(call, dqkv, dout, out, lse, qkv);
+    if (needed == 0) return false;
+    const std::int64_t rows = qkv.rows, longest = call.segments.longest;
+    const bool parts_fit = needed / static_cast<std::size_t>(rows) * static_cast<std::size_t>(longest) < room;
+    // The boundary nearest to the middle at which the rows of lse, the narrowest matrix, begin as cuDNN wants its pointers aligned.
+    const std::vector<std::int32_t> bounds = call.segments.bounds;
+    auto middle = bounds.end();
+    const auto off = [&](auto bound) { return std::abs(2 * static_cast<std::int64_t>(*bound) - rows); };
+    for (auto bound = bounds.begin() + 1; bound < bounds.end() - 1; ++bound) {
+        if (*bound * lse.stride % 4 == 0 && (middle == bounds.end() || off(bound) < off(middle))) middle = bound;
+    }
+    if (needed <= std::max(room, attention_scratch_->capacity()) || middle == bounds.end() || !parts_fit) {
+        return attention_->backward(call, dqkv, dout, out, lse, qkv);
+    }
+    const auto part = [&](auto first, auto last) {
+        std::vector<std::int32_t> own(first, last + 1);
+        for (std::int32_t& bound : own) bound -= *first;
+        const auto of = [&](const Tensor& tensor) { return tensor.row_range(*first, *last - *first); };
+        return cudnn_attention_backward(of(dqkv), of(dout), of(out), of(lse), of(qkv),
+                                        {own.data(), static_cast<std::int64_t>(own.size()) - 1}, shape, spare);
+    };
+    return part(bounds.begin(), middle) && part(middle, bounds.end() - 1);
 }
 
 }  // namespace surogate

@@ -36,8 +36,11 @@ enum Id : std::int64_t {
     OffsetOut,
     OffsetLse,
     OffsetDOut,
-    OffsetDQkv
+    OffsetDQkv,
+    OffsetDKv
 };
+
+constexpr std::size_t kAligned = SpareMemory::kAligned;
 
 // cuDNN's deterministic backward on Hopper keeps the whole of dP, which grows with the square of the longest segment.
 constexpr std::int64_t kMostDeterministicBytes = std::int64_t{8} << 30;
@@ -53,18 +56,22 @@ std::int64_t round_up(std::int64_t value, std::int64_t smallest) {
     return (value + step - 1) / step * step;
 }
 
-void* workspace_of(const AttentionGraphs::Call& call, std::int64_t bytes) {
-    constexpr std::uintptr_t kAligned = 256;
-    const Tensor& spare = call.spare;
-    if (!spare.empty() && spare.contiguous()) {
-        const auto begin = reinterpret_cast<std::uintptr_t>(spare.data), aligned = (begin + kAligned - 1) / kAligned * kAligned;
-        const auto end = begin + static_cast<std::uintptr_t>(spare.size()) * size_of(spare.dtype);
-        if (aligned + static_cast<std::uintptr_t>(bytes) <= end) return reinterpret_cast<void*>(aligned);
-    }
-    return call.workspace.reserve(call.op, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)));
+void* workspace_of(const AttentionGraphs::Call& call, std::size_t bytes) {
+    const SpareMemory spare(call.spare);
+    if (bytes <= spare.bytes) return spare.data;
+    return call.workspace.reserve(call.op, std::max<std::size_t>(bytes, 1));
 }
 
 }  // namespace
+
+SpareMemory::SpareMemory(const Tensor& tensor) {
+    if (tensor.empty() || !tensor.contiguous()) return;
+    const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data), aligned = (begin + kAligned - 1) / kAligned * kAligned;
+    const auto end = begin + static_cast<std::uintptr_t>(tensor.size()) * size_of(tensor.dtype);
+    if (aligned >= end) return;
+    data = reinterpret_cast<void*>(aligned);
+    bytes = end - aligned;
+}
 
 /// What a graph is built for.
 struct AttentionGraphs::Layout {
@@ -72,6 +79,15 @@ struct AttentionGraphs::Layout {
     float scale;
     bool wide;  // offsets of 64 bits
     std::int64_t qkv_stride, out_stride, lse_stride, dqkv_stride = 0, dout_stride = 0;
+    // Of dk and dv. Where several query heads share a key head, cuDNN first computes a gradient for each of them, in memory of this stride
+    // times their number: a whole row of dqkv for each head would be several times what is needed, to be written and read.
+    std::int64_t dkv_stride = 0;
+
+    bool dkv_apart() const { return kv_heads != heads; }
+    /// Bytes of dk, and of dv, where they do not lie in dqkv.
+    std::size_t dkv_bytes() const {
+        return dkv_apart() ? (static_cast<std::size_t>(tokens * dkv_stride) * 2 + kAligned - 1) / kAligned * kAligned : 0;
+    }
 
     Key key(bool backward) const {
         std::int64_t scale_bits = 0;
@@ -206,14 +222,14 @@ void AttentionGraphs::build(Plan& plan, const Layout& s, bool backward) {
             .set_max_total_seq_len_kv(s.tokens);
         common(attributes);
         auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, dout, lse, attributes);
-        const bool own = s.dqkv_stride != s.qkv_stride;
-        const auto offset_d = own ? offsets("offset_dqkv", OffsetDQkv) : nullptr;
+        const auto offset_dq = s.dqkv_stride != s.qkv_stride ? offsets("offset_dqkv", OffsetDQkv) : offset_q;
+        const auto offset_dkv = s.dkv_apart() ? offsets("offset_dkv", OffsetDKv) : offset_dq;
         dq->set_output(true);
-        describe(*dq, "dq", DQ, s.heads, s.dqkv_stride, own ? offset_d : offset_q);
+        describe(*dq, "dq", DQ, s.heads, s.dqkv_stride, offset_dq);
         dk->set_output(true);
-        describe(*dk, "dk", DK, s.kv_heads, s.dqkv_stride, own ? offset_d : offset_k);
+        describe(*dk, "dk", DK, s.kv_heads, s.dkv_stride, offset_dkv);
         dv->set_output(true);
-        describe(*dv, "dv", DV, s.kv_heads, s.dqkv_stride, own ? offset_d : offset_v);
+        describe(*dv, "dv", DV, s.kv_heads, s.dkv_stride, offset_dkv);
     }
 
     fe::error_t status =
@@ -292,33 +308,56 @@ bool AttentionGraphs::forward(const Call& call, const Tensor& out, const Tensor&
         {OffsetOut, call.cache.offsets(call.op, call.segments, out.stride, layout.wide)},
         {OffsetLse, call.cache.offsets(call.op, call.segments, lse.stride, layout.wide)},
     };
-    void* workspace = workspace_of(call, plan.workspace);
-    execute(call.op, plan, pack, workspace);
+    execute(call.op, plan, pack, workspace_of(call, static_cast<std::size_t>(plan.workspace)));
     return true;
 }
 
-bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse,
-                               const Tensor& qkv) {
-    for (const Tensor* tensor : {&dqkv, &dout, &out, &qkv}) {
-        if (tensor->dtype != DType::BFloat16) {
-            refusal_ = "only bfloat16 is taken";
-            return false;
-        }
-    }
+AttentionGraphs::Layout AttentionGraphs::backward_layout(const Call& call, const Tensor& dqkv, const Tensor& dout, const Tensor& out,
+                                                         const Tensor& lse, const Tensor& qkv) const {
     const AttentionShape& shape = call.shape;
     Layout layout = layout_of(call, qkv);
     layout.out_stride = out.stride;
     layout.lse_stride = lse.stride;
     layout.dqkv_stride = dqkv.stride;
     layout.dout_stride = dout.stride;
+    layout.dkv_stride = layout.dkv_apart() ? shape.kv_heads * shape.head_dim : dqkv.stride;
     layout.wide = qkv.rows * std::max({qkv.stride, out.stride, lse.stride, dqkv.stride, dout.stride}) * (shape.heads / shape.kv_heads) >=
                   (std::int64_t{1} << 31);
-    Plan& plan = plan_for(layout.key(true), layout, true);
-    if (!plan.graph) return false;
+    return layout;
+}
 
+AttentionGraphs::Plan* AttentionGraphs::backward_plan(const Layout& layout, std::initializer_list<const Tensor*> matrices) {
+    for (const Tensor* tensor : matrices) {
+        if (tensor->dtype != DType::BFloat16) {
+            refusal_ = "only bfloat16 is taken";
+            return nullptr;
+        }
+    }
+    Plan& plan = plan_for(layout.key(true), layout, true);
+    return plan.graph ? &plan : nullptr;
+}
+
+std::size_t AttentionGraphs::backward_bytes(const Call& call, const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse,
+                                            const Tensor& qkv) {
+    const Layout layout = backward_layout(call, dqkv, dout, out, lse, qkv);
+    const Plan* plan = backward_plan(layout, {&dqkv, &dout, &out, &qkv});
+    return plan != nullptr ? static_cast<std::size_t>(plan->workspace) + 2 * layout.dkv_bytes() : 0;
+}
+
+bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse,
+                               const Tensor& qkv) {
+    const Layout layout = backward_layout(call, dqkv, dout, out, lse, qkv);
+    Plan* plan = backward_plan(layout, {&dqkv, &dout, &out, &qkv});
+    if (plan == nullptr) return false;
+
+    const AttentionShape& shape = call.shape;
+    const std::size_t apart = layout.dkv_bytes();
+    auto* memory = static_cast<char*>(workspace_of(call, 2 * apart + static_cast<std::size_t>(plan->workspace)));
     auto* columns = qkv.as<char>();
     auto* gradients = dqkv.as<char>();
     const std::int64_t k_bytes = shape.heads * shape.head_dim * 2, v_bytes = (shape.heads + shape.kv_heads) * shape.head_dim * 2;
+    char* dk = apart > 0 ? memory : gradients + k_bytes;
+    char* dv = apart > 0 ? memory + apart : gradients + v_bytes;
     void* offset_qkv = call.cache.offsets(call.op, call.segments, qkv.stride, layout.wide);
     void* lengths = const_cast<std::int32_t*>(call.segments.lengths);
     std::unordered_map<std::int64_t, void*> pack = {
@@ -329,8 +368,8 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
         {Lse, lse.data},
         {DOut, dout.data},
         {DQ, gradients},
-        {DK, gradients + k_bytes},
-        {DV, gradients + v_bytes},
+        {DK, dk},
+        {DV, dv},
         {LengthsQ, lengths},
         {LengthsKv, lengths},
         {OffsetQ, offset_qkv},
@@ -340,9 +379,18 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
         {OffsetLse, call.cache.offsets(call.op, call.segments, lse.stride, layout.wide)},
         {OffsetDOut, call.cache.offsets(call.op, call.segments, dout.stride, layout.wide)},
         {OffsetDQkv, call.cache.offsets(call.op, call.segments, dqkv.stride, layout.wide)},
+        {OffsetDKv, call.cache.offsets(call.op, call.segments, layout.dkv_stride, layout.wide)},
     };
-    void* workspace = workspace_of(call, plan.workspace);
-    execute(call.op, plan, pack, workspace);
+    execute(call.op, *plan, pack, memory + 2 * apart);
+    if (apart > 0) {
+        const auto width = static_cast<std::size_t>(layout.dkv_stride) * 2, stride = static_cast<std::size_t>(dqkv.stride) * 2;
+        const auto rows = static_cast<std::size_t>(qkv.rows);
+        const auto put = [&](char* out_columns, const char* in) {
+            CUDA_CHECK(call.op, cudaMemcpy2DAsync(out_columns, stride, in, width, width, rows, cudaMemcpyDeviceToDevice, stream_));
+        };
+        put(gradients + k_bytes, dk);
+        put(gradients + v_bytes, dv);
+    }
     return true;
 }
 

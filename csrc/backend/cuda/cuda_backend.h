@@ -139,6 +139,8 @@ class CudaBackend final : public Backend {
     void check_faults(const char* op);  // after a synchronisation
     void plain_attention_forward(const Tensor& out, const Tensor& lse, const Tensor& qkv, const cuda::SegmentsOnDevice& segments,
                                  const AttentionShape& shape);
+    bool cudnn_attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
+                                  const Segments& segments, const AttentionShape& shape, const Tensor& spare);
     void plain_attention_backward(const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
                                   const cuda::SegmentsOnDevice& segments, const AttentionShape& shape);
     /// out [1, columns] += the sum over the rows of partial [count, stride], in their order.

@@ -137,9 +137,10 @@ inline double norm(const Host& host) {
     return std::sqrt(sum);
 }
 
-/// What rounding numbers of these sizes to bfloat16 may cost, norm-wise. One number loses at most u = 2^-8 of itself, and its square in the
-/// mean u^2 / 7 (uniform within the spacing, mantissas spread as logarithms). Of n numbers of one size the mean of the squares exceeds that
-/// by u^2 sqrt(ln(1/p) / 2n) with probability p (Hoeffding; here p = 1e-6); n is counted by weight, (sum x^2)^2 / sum x^4.
+/// What rounding numbers of these sizes to bfloat16 may cost, norm-wise. A number loses at most u = 2^-8 of itself, and its square in the
+/// mean u^2 / 3 at most (uniform within the spacing, which is widest beside a power of two). Of n numbers of one size the mean of the
+/// squares exceeds that by u^2 sqrt(ln(1/p) / 2n) with probability p (Hoeffding; here p = 1e-6); n is counted by weight,
+/// (sum x^2)^2 / sum x^4.
 inline double rounding_to_bfloat16(const Host& expected) {
     constexpr double u = 1.0 / 256.0, deviation = 2.63;
     double squares = 0.0, fourths = 0.0;
@@ -149,7 +150,7 @@ inline double rounding_to_bfloat16(const Host& expected) {
         fourths += square * square;
     }
     const double count = fourths > 0.0 ? std::max(1.0, squares * squares / fourths) : 1.0;
-    return u * std::sqrt(std::min(1.0, 1.0 / 7.0 + deviation / std::sqrt(count)));
+    return u * std::sqrt(std::min(1.0, 1.0 / 3.0 + deviation / std::sqrt(count)));
 }
 
 /// Prints ||got - expected|| / ||expected|| beside its bound; too large, NaN, or a write beside the view counts as a failure. `absolute` is

@@ -86,6 +86,21 @@ Errors errors_of(Learner& learner, Learner& exact) {
     return {std::sqrt(sum.logp), std::sqrt(sum.gradient)};
 }
 
+/// The gradient of each tensor, so that a failure says where.
+void print_tensors(Learner& learner, Learner& exact) {
+    const Arrays arrays = make_arrays({11, 1, 17}, 31, 1);
+    PassOptions pass;
+    pass.temperature = 0.8f;
+    pass.valid_vocab = 33;
+    const auto gradients = [&](Learner& on) {
+        on.zero_gradients();
+        on.forward_backward(arrays.batch(), pass, arrays.d_logp.data(), nullptr);
+        return read_all(on, on.gradients());
+    };
+    const Values got = gradients(learner), right = gradients(exact);
+    for (const auto& [name, values] : right) std::printf("      %-40s %.2e\n", name.c_str(), relative(got.at(name), values));
+}
+
 }  // namespace
 
 // The bound is the arithmetic's own: the stand-in computes each operation in float32 and rounds its results to bfloat16, once. The GPU may
@@ -98,6 +113,7 @@ TEST(learner_in_bfloat16_errs_like_bfloat16) {
             if (wide_logits) options.recipe.logits = DType::Float32;
             const auto rounded = make_learner(std::make_shared<ShadowBackend>(), c.spec, options);
             const Errors expected = errors_of(*rounded, *cpu), got = errors_of(*on_gpu(c.spec, options), *cpu);
+            if (got.gradient > 2.0 * expected.gradient) print_tensors(*on_gpu(c.spec, options), *cpu);
             std::printf("  %-32s logp %.2e (stand-in %.2e)  gradients %.2e (stand-in %.2e)\n", c.name, got.logp, expected.logp,
                         got.gradient, expected.gradient);
             CHECK(got.logp <= 2.0 * expected.logp);
