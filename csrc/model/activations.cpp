@@ -139,7 +139,8 @@ BlockActivations take_block(Source& source, const ModelSpec& spec, const Learner
     block.gate_up = take_wide(source, tokens, 2 * spec.ffn, border.width(kGateUp), dtype);
     if (!options.lend_gradients) take_input(block.attention_in, block.qkv_low, spec.hidden, kQkv);
     block.attention_rstd = source.take_vector(tokens);
-    block.qkv = source.take(tokens, spec.qkv_columns(), dtype);
+    // With the stride of its gradient: attention's library wants both to lie alike.
+    block.qkv = take_wide(source, tokens, spec.qkv_columns(), border.width(kQkv), dtype);
     if (spec.qk_norm) {
         block.raw_qk = source.take(tokens, spec.q_columns() + spec.kv_columns(), dtype);
         block.qk_rstd = source.take(tokens, spec.heads + spec.kv_heads, DType::Float32);

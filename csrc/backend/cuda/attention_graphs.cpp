@@ -36,7 +36,6 @@ enum Id : std::int64_t {
     OffsetOut,
     OffsetLse,
     OffsetDOut,
-    OffsetDQkv,
     OffsetDKv
 };
 
@@ -83,10 +82,15 @@ struct AttentionGraphs::Layout {
     // times their number: a whole row of dqkv for each head would be several times what is needed, to be written and read.
     std::int64_t dkv_stride = 0;
 
-    bool dkv_apart() const { return kv_heads != heads; }
-    /// Bytes of dk, and of dv, where they do not lie in dqkv.
-    std::size_t dkv_bytes() const {
-        return dkv_apart() ? (static_cast<std::size_t>(tokens * dkv_stride) * 2 + kAligned - 1) / kAligned * kAligned : 0;
+    // cuDNN takes dq to begin each segment where q does, whatever its own offsets say.
+    bool dq_apart() const { return dqkv_stride != qkv_stride; }
+    bool dkv_apart() const { return kv_heads != heads || dq_apart(); }
+    /// Bytes of dq, and of each of dk and dv, where they do not lie in dqkv.
+    std::size_t dq_bytes() const { return dq_apart() ? aligned_bytes(tokens * qkv_stride) : 0; }
+    std::size_t dkv_bytes() const { return dkv_apart() ? aligned_bytes(tokens * dkv_stride) : 0; }
+
+    static std::size_t aligned_bytes(std::int64_t count) {
+        return (static_cast<std::size_t>(count) * 2 + kAligned - 1) / kAligned * kAligned;
     }
 
     Key key(bool backward) const {
@@ -222,14 +226,13 @@ void AttentionGraphs::build(Plan& plan, const Layout& s, bool backward) {
             .set_max_total_seq_len_kv(s.tokens);
         common(attributes);
         auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, dout, lse, attributes);
-        const auto offset_dq = s.dqkv_stride != s.qkv_stride ? offsets("offset_dqkv", OffsetDQkv) : offset_q;
-        const auto offset_dkv = s.dkv_apart() ? offsets("offset_dkv", OffsetDKv) : offset_dq;
+        const auto offset_dkv = s.dkv_apart() ? offsets("offset_dkv", OffsetDKv) : nullptr;
         dq->set_output(true);
-        describe(*dq, "dq", DQ, s.heads, s.dqkv_stride, offset_dq);
+        describe(*dq, "dq", DQ, s.heads, s.qkv_stride, offset_q);
         dk->set_output(true);
-        describe(*dk, "dk", DK, s.kv_heads, s.dkv_stride, offset_dkv);
+        describe(*dk, "dk", DK, s.kv_heads, s.dkv_stride, s.dkv_apart() ? offset_dkv : offset_k);
         dv->set_output(true);
-        describe(*dv, "dv", DV, s.kv_heads, s.dkv_stride, offset_dkv);
+        describe(*dv, "dv", DV, s.kv_heads, s.dkv_stride, s.dkv_apart() ? offset_dkv : offset_v);
     }
 
     fe::error_t status =
@@ -341,7 +344,7 @@ std::size_t AttentionGraphs::backward_bytes(const Call& call, const Tensor& dqkv
                                             const Tensor& qkv) {
     const Layout layout = backward_layout(call, dqkv, dout, out, lse, qkv);
     const Plan* plan = backward_plan(layout, {&dqkv, &dout, &out, &qkv});
-    return plan != nullptr ? static_cast<std::size_t>(plan->workspace) + 2 * layout.dkv_bytes() : 0;
+    return plan != nullptr ? static_cast<std::size_t>(plan->workspace) + layout.dq_bytes() + 2 * layout.dkv_bytes() : 0;
 }
 
 bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tensor& dout, const Tensor& out, const Tensor& lse,
@@ -351,13 +354,14 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
     if (plan == nullptr) return false;
 
     const AttentionShape& shape = call.shape;
-    const std::size_t apart = layout.dkv_bytes();
-    auto* memory = static_cast<char*>(workspace_of(call, 2 * apart + static_cast<std::size_t>(plan->workspace)));
+    const std::size_t dq_bytes = layout.dq_bytes(), dkv_bytes = layout.dkv_bytes(), apart = dq_bytes + 2 * dkv_bytes;
+    auto* memory = static_cast<char*>(workspace_of(call, apart + static_cast<std::size_t>(plan->workspace)));
     auto* columns = qkv.as<char>();
     auto* gradients = dqkv.as<char>();
     const std::int64_t k_bytes = shape.heads * shape.head_dim * 2, v_bytes = (shape.heads + shape.kv_heads) * shape.head_dim * 2;
-    char* dk = apart > 0 ? memory : gradients + k_bytes;
-    char* dv = apart > 0 ? memory + apart : gradients + v_bytes;
+    char* dq = layout.dq_apart() ? memory : gradients;
+    char* dk = layout.dkv_apart() ? memory + dq_bytes : gradients + k_bytes;
+    char* dv = layout.dkv_apart() ? memory + dq_bytes + dkv_bytes : gradients + v_bytes;
     void* offset_qkv = call.cache.offsets(call.op, call.segments, qkv.stride, layout.wide);
     void* lengths = const_cast<std::int32_t*>(call.segments.lengths);
     std::unordered_map<std::int64_t, void*> pack = {
@@ -367,7 +371,7 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
         {Out, out.data},
         {Lse, lse.data},
         {DOut, dout.data},
-        {DQ, gradients},
+        {DQ, dq},
         {DK, dk},
         {DV, dv},
         {LengthsQ, lengths},
@@ -378,18 +382,18 @@ bool AttentionGraphs::backward(const Call& call, const Tensor& dqkv, const Tenso
         {OffsetOut, call.cache.offsets(call.op, call.segments, out.stride, layout.wide)},
         {OffsetLse, call.cache.offsets(call.op, call.segments, lse.stride, layout.wide)},
         {OffsetDOut, call.cache.offsets(call.op, call.segments, dout.stride, layout.wide)},
-        {OffsetDQkv, call.cache.offsets(call.op, call.segments, dqkv.stride, layout.wide)},
         {OffsetDKv, call.cache.offsets(call.op, call.segments, layout.dkv_stride, layout.wide)},
     };
-    execute(call.op, *plan, pack, memory + 2 * apart);
-    if (apart > 0) {
-        const auto width = static_cast<std::size_t>(layout.dkv_stride) * 2, stride = static_cast<std::size_t>(dqkv.stride) * 2;
-        const auto rows = static_cast<std::size_t>(qkv.rows);
-        const auto put = [&](char* out_columns, const char* in) {
-            CUDA_CHECK(call.op, cudaMemcpy2DAsync(out_columns, stride, in, width, width, rows, cudaMemcpyDeviceToDevice, stream_));
-        };
-        put(gradients + k_bytes, dk);
-        put(gradients + v_bytes, dv);
+    execute(call.op, *plan, pack, memory + apart);
+    const auto put = [&](char* out_columns, const char* in, std::int64_t columns_in, std::int64_t stride_in) {
+        CUDA_CHECK(call.op, cudaMemcpy2DAsync(out_columns, static_cast<std::size_t>(dqkv.stride) * 2, in,
+                                              static_cast<std::size_t>(stride_in) * 2, static_cast<std::size_t>(columns_in) * 2,
+                                              static_cast<std::size_t>(qkv.rows), cudaMemcpyDeviceToDevice, stream_));
+    };
+    if (layout.dq_apart()) put(gradients, dq, shape.heads * shape.head_dim, layout.qkv_stride);
+    if (layout.dkv_apart()) {
+        put(gradients + k_bytes, dk, layout.dkv_stride, layout.dkv_stride);
+        put(gradients + v_bytes, dv, layout.dkv_stride, layout.dkv_stride);
     }
     return true;
 }

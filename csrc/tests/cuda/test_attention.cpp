@@ -133,10 +133,10 @@ TEST(attention_cudnn) {
 }
 
 TEST(attention_cudnn_strides_of_their_own) {
-    const Case few{{0, 11, 12, 29}, 4, 2, 64, 0};
+    const Case few{{0, 11, 12, 29}, 4, 2, 64, 0}, ungrouped{{0, 300, 301, 512}, 4, 4, 64, 0};
     const Pads all[] = {{0, 64, 0, 0}, {0, 0, 64, 0}, {0, 0, 0, 64}, {64, 0, 0, 0}, {0, 64, 0, 128}};
     for (const Pads& pads : all) {
-        for (const Case& c : {few, kModels[0], kModels[1], kModels[5]}) {
+        for (const Case& c : {few, ungrouped, kModels[0], kModels[1], kModels[5]}) {
             std::printf("  beside qkv %d, out %d, dout %d, dqkv %d columns:\n", static_cast<int>(pads.qkv), static_cast<int>(pads.out),
                         static_cast<int>(pads.dout), static_cast<int>(pads.dqkv));
             run(cudnn(), c, DType::BFloat16, kCudnn, pads, "cuDNN");
