@@ -3,7 +3,7 @@
     python benchmarks/gpu/grpo.py TOKENIZER [--size 0.6B] [--prompts 16] [--group 8] [--tokens 512] [--steps 8] [--set key=value ...]
 
 TOKENIZER is a directory with a tokenizer, whose size is the vocabulary's. Prints a line of JSON with the medians over the steps but the
-first two: the whole, what the engine was busy, and the rest by its parts, in seconds; completion tokens per second; and the most memory that
+first two: the whole, what the engine was busy, and the rest by its parts, in seconds; completion tokens per second; the most memory that
 was in use on the device. The same work as a peer's script that trains on "Count to N." with a reward for length.
 """
 
