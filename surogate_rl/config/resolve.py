@@ -33,6 +33,7 @@ from surogate_rl.config.yaml_source import dump
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 DEFAULT_EVAL_COMPLETION = 256
+MAX_SEQUENCES = {"cpu": 64, "cuda": 256}  # beyond that a step of the engine grows longer as fast as it grows wider
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -469,6 +470,7 @@ def resolve(config: Config) -> Config:
                 "engine": chosen_engine(config),
                 "vllm": resolve_vllm(config),
                 "max_prompt_length": rollouts.max_prompt_length or room,
+                "max_sequences": rollouts.max_sequences or MAX_SEQUENCES[device],
             }
         )
         if evaluation is not None:

@@ -231,7 +231,9 @@ class RolloutsConfig(SamplingConfig):
         default=None, description="longer prompts are filtered out before step 0; default: what sequence_len leaves"
     )
     max_completion_length: PositiveInt = Field(default=256, description="new tokens of a completion at the most")
-    max_sequences: PositiveInt = Field(default=64, description="sequences decoded together by an engine")
+    max_sequences: PositiveInt | None = Field(
+        default=None, description="sequences decoded together by an engine; default: 64, on a GPU 256; never more than may be under way"
+    )
     kv_cache_gb: PositiveFloat | None = Field(
         default=None,
         description="an engine's KV cache, in GiB; default: what its sequences need, at most a quarter of the memory (on a GPU: what the "

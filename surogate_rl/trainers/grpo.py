@@ -43,6 +43,7 @@ def micro_batch_tokens(config: GrpoConfig) -> int:
 def sequences_together(config: GrpoConfig) -> int:
     """Never more than may be under way at a time; evaluation shares the same places."""
     rollouts = config.rollouts
+    assert rollouts.max_sequences is not None
     return min(rollouts.max_sequences, stream_settings(rollouts, 1).waiting * rollouts.num_generations)
 
 

@@ -123,6 +123,12 @@ def test_the_engine(monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], expec
     assert parse_config(config, "grpo") == config
 
 
+@pytest.mark.parametrize(("keys", "expected"), [({}, 256), ({"device": "cpu"}, 64), ({"rollouts": {"max_sequences": 7}}, 7)])
+def test_sequences_together(monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], expected: int) -> None:
+    with_gpu(monkeypatch, no_vllm="")
+    assert parse_config({**BASES["grpo"], **keys}, "grpo").rollouts.max_sequences == expected
+
+
 def test_a_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_gpu(monkeypatch, MISSING)
     file = tmp_path / "config.yaml"
