@@ -261,7 +261,7 @@ class _Session:
         self._buckets[index].fill(body)
 
     def _locate(self, bucket: dict[str, Any]) -> dict[str, Any]:
-        if "path" in bucket:
+        if "path" in bucket or "handle" in bucket:
             if not self._server.own:
                 raise Rejected("weights have to be sent to a server that the user has started")
             return bucket

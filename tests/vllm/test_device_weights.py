@@ -1,0 +1,187 @@
+"""Snapshots on the learner's device, as far as they can be seen without a GPU: there the same code runs on memory of the host."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from surogate_rl.learner import LoraSettings
+from surogate_rl.rollouts.engines.vllm.device_weights import DeviceSnapshot, merge_bytes
+from surogate_rl.rollouts.engines.vllm.host.surogate_vllm.checksums import ROW, checksums
+from surogate_rl.rollouts.engines.vllm.weights import HostSnapshot
+
+from .conftest import LLAMA, QWEN2, make_learner, randomise
+from .damage import DOWN, GATE, HEAD_BIT, UP, Q, cut_bytes, cut_rows, flip_a_bit, swap
+
+ADAPTER = LoraSettings(rank=3, alpha=9.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lora", [None, ADAPTER], ids=["full", "merged"])
+def test_has_the_bits_of_the_hosts_snapshot(dtype: torch.dtype, lora: LoraSettings | None) -> None:
+    learner = make_learner(QWEN2, scale=0.1, lora=lora)
+    host, device = HostSnapshot(learner, dtype, merge=True), DeviceSnapshot(learner, dtype, merge=True)
+    for seed in (1, 2):
+        randomise(learner, seed, 0.2, adapter=lora is not None)
+        assert device.fill() == pytest.approx(host.fill(), rel=1e-6)
+        pairs = [
+            (one.tensor(a), other.tensor(b))
+            for one, other in zip(host.buckets, device.buckets, strict=True)
+            for a, b in zip(one.entries, other.entries, strict=True)
+        ]
+        assert all(torch.equal(a, b) for a, b in pairs)
+    host.close()
+    device.close()
+
+
+def test_what_is_frozen_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = make_learner(LLAMA, scale=0.1, lora=LoraSettings(rank=3, alpha=9.0, targets=("q_proj",)))
+    snapshot = DeviceSnapshot(learner, torch.bfloat16, merge=True)
+    snapshot.fill()
+    taken: list[str] = []
+    export = type(learner).export_to
+    monkeypatch.setattr(type(learner), "export_to", lambda self, places: (taken.extend(places), export(self, places))[1])
+    snapshot.fill()
+    stems = [f"layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    assert taken == [f"{stem}.{part}" for stem in stems for part in ("weight", "lora_A", "lora_B")]
+
+
+def test_large_weights_are_merged_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    from surogate_rl.rollouts.engines.vllm import device_weights
+
+    learner = make_learner(QWEN2, scale=0.1, lora=ADAPTER)
+    whole, sliced = DeviceSnapshot(learner, torch.bfloat16, merge=True), DeviceSnapshot(learner, torch.bfloat16, merge=True)
+    lost = whole.fill()
+    monkeypatch.setattr(device_weights, "MERGE_BYTES", 1)
+    monkeypatch.setattr(device_weights, "SLICE_BYTES", 7 * 4 * 128)
+    assert sliced.fill() == pytest.approx(lost, rel=1e-5)
+    for one, other in zip(whole.buckets, sliced.buckets, strict=True):
+        for entry in one.entries:
+            a, b = one.tensor(entry).float(), other.tensor(entry).float()
+            assert torch.allclose(a, b, rtol=2**-7, atol=0), entry.name  # a product of fewer rows may round the other way
+    assert merge_bytes(0) == 0
+    assert merge_bytes(1 << 30) > 4 << 30
+
+
+def by_hand(data: bytes, first_row: int) -> tuple[int, int]:
+    """The checksum as it is defined, in Python's integers."""
+    words = np.frombuffer(data, np.uint64).astype(object).reshape(-1, ROW // 8)
+    factors = [(0x9E3779B97F4A7C15 * (place + 1)) % 2**64 | 1 for place in range(ROW // 8)]
+    plain = sum(words.flatten()) % 2**64
+    weighted = sum((2 * (first_row + k) + 1) * sum(f * w for f, w in zip(factors, row, strict=True)) for k, row in enumerate(words)) % 2**64
+    return tuple(value - 2**64 if value >= 2**63 else value for value in (plain, weighted))  # type: ignore[return-value]
+
+
+def test_checksums_are_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import checksums as module
+
+    memory = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 7 * ROW, dtype=np.uint8))
+    places = [(0, 3 * ROW), (3 * ROW, 5), (4 * ROW, 2 * ROW + 1)]
+    data = memory.numpy().tobytes()
+    expected = [by_hand(data[: 3 * ROW], 0), by_hand(data[3 * ROW : 4 * ROW], 3), by_hand(data[4 * ROW :], 4)]
+    assert checksums(memory, places) == expected
+    monkeypatch.setattr(module, "_PIECE", 2)
+    assert checksums(memory, places) == expected
+    assert checksums(memory, []) == []
+
+
+@pytest.mark.parametrize("change", ["a bit", "words of a row", "rows"])
+def test_checksums_see(change: str) -> None:
+    memory = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 4 * ROW, dtype=np.uint8))
+    before = checksums(memory, [(0, 4 * ROW)])
+    words = memory.view(torch.int64)
+    if change == "a bit":
+        memory[4 * ROW - 1] ^= 128
+    elif change == "words of a row":
+        words[[3, 400]] = words[[400, 3]]
+    else:
+        rows = words.view(4, -1)
+        rows[[0, 3]] = rows[[3, 0]]
+    after = checksums(memory, [(0, 4 * ROW)])
+    assert after != before
+    if change != "a bit":
+        assert after[0][0] == before[0][0], "the plain sum alone would not"
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of vLLM's worker, with stand-ins for what it takes from vLLM."""
+    base = "vllm.distributed.weight_transfer"
+    parts: dict[str, dict[str, Any]] = {
+        f"{base}.base": {
+            name: type(name, (), {}) for name in ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
+        },
+        f"{base}.factory": {"WeightTransferEngineFactory": SimpleNamespace(register_engine=lambda *_: None)},
+    }
+    for name, members in parts.items():
+        path = name.split(".")
+        for length in range(1, len(path) + 1):
+            module = ModuleType(".".join(path[:length]))
+            module.__dict__.update(members if length == len(path) else {"__path__": []})
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+    host = "surogate_rl.rollouts.engines.vllm.host.surogate_vllm"
+    monkeypatch.delitem(sys.modules, f"{host}.receiver", raising=False)
+    __import__(f"{host}.receiver")
+    yield sys.modules[f"{host}.receiver"]
+    sys.modules.pop(f"{host}.receiver", None)
+
+
+def read(receiver: Any, snapshot: DeviceSnapshot) -> dict[str, Any]:
+    """What arrives: tensors, and for those that are not right why."""
+    found: dict[str, Any] = {}
+    for bucket in snapshot.buckets:
+        found |= receiver.read_bucket(bucket.memory, receiver.Bucket(**bucket.describe()))
+    return found
+
+
+def test_a_bucket_is_read_as_it_was_filled(receiver: Any) -> None:
+    learner = make_learner(LLAMA, scale=0.1)
+    snapshot = DeviceSnapshot(learner, torch.bfloat16, merge=False)
+    snapshot.fill()
+    found = read(receiver, snapshot)
+    assert len(found) == len(learner.tensors())
+    for bucket in snapshot.buckets:
+        for entry in bucket.entries:
+            expected = torch.from_numpy(learner.export(entry.core_name)).bfloat16()
+            assert torch.equal(found[entry.name], expected)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "message"),
+    [
+        (flip_a_bit(Q), Q, "did not arrive as it was sent (checksum)"),
+        (HEAD_BIT[0], "lm_head.weight", "did not arrive as it was sent (checksum)"),
+        (cut_bytes(DOWN), DOWN, "is cut: "),
+    ],
+)
+def test_a_bucket_that_was_damaged_on_the_way(receiver: Any, damage: Any, name: str, message: str) -> None:
+    snapshot = DeviceSnapshot(make_learner(LLAMA, scale=0.1), torch.bfloat16, merge=False)
+    snapshot.fill()
+    damage(snapshot)
+    wrong = {its: flaw for its, flaw in read(receiver, snapshot).items() if isinstance(flaw, str)}
+    assert list(wrong) == [name]
+    assert wrong[name].startswith(message)
+
+
+def test_what_other_checks_are_for_passes_this_one(receiver: Any) -> None:
+    snapshot = DeviceSnapshot(make_learner(LLAMA, scale=0.1), torch.bfloat16, merge=False)
+    snapshot.fill()
+    for damage in (cut_rows(DOWN), swap(GATE, UP)):
+        damage(snapshot)
+        assert not [flaw for flaw in read(receiver, snapshot).values() if isinstance(flaw, str)]
+
+
+def test_equal_is_bit_for_bit(receiver: Any) -> None:
+    one = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert receiver.equal([(one, one.clone()), (one, one + 1), (one[:, 0], one[:, 0].clone())]) == [True, False, True]
+    for dtype in (torch.float32, torch.bfloat16):
+        words = receiver._words(torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype).neg())
+        assert words[0].dtype == torch.int64
+        assert not torch.equal(*words), "0 and -0 are equal values of other bits"
+        odd = receiver._words(torch.zeros(9, dtype=dtype)[1:], torch.zeros(8, dtype=dtype))
+        assert odd[0].itemsize == dtype.itemsize
