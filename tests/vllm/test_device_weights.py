@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from surogate_rl.learner import LoraSettings
-from surogate_rl.rollouts.engines.vllm.device_weights import DeviceSnapshot, merge_bytes
+from surogate_rl.rollouts.engines.vllm.device_weights import DeviceBucket, DeviceSnapshot, merge_bytes
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm.checksums import ROW, checksums
-from surogate_rl.rollouts.engines.vllm.weights import HostSnapshot
+from surogate_rl.rollouts.engines.vllm.weights import Entry, HostSnapshot
 
 from .conftest import LLAMA, QWEN2, make_learner, randomise
 from .damage import DOWN, GATE, HEAD_BIT, UP, Q, cut_bytes, cut_rows, flip_a_bit, swap
@@ -180,8 +180,119 @@ def test_equal_is_bit_for_bit(receiver: Any) -> None:
     one = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert receiver.equal([(one, one.clone()), (one, one + 1), (one[:, 0], one[:, 0].clone())]) == [True, False, True]
     for dtype in (torch.float32, torch.bfloat16):
-        words = receiver._words(torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype).neg())
-        assert words[0].dtype == torch.int64
-        assert not torch.equal(*words), "0 and -0 are equal values of other bits"
-        odd = receiver._words(torch.zeros(9, dtype=dtype)[1:], torch.zeros(8, dtype=dtype))
+        bits = receiver.words(torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype).neg())
+        assert bits[0].dtype == torch.int64
+        assert not torch.equal(*bits), "0 and -0 are equal values of other bits"
+        odd = receiver.words(torch.zeros(9, dtype=dtype)[1:], torch.zeros(8, dtype=dtype))
         assert odd[0].itemsize == dtype.itemsize
+
+
+class Linear(torch.nn.Module):
+    """A linear of vLLM's, as far as it matters where its tensors lie."""
+
+    tp_size, tp_rank = 1, 0
+
+    def __init__(self, *heights: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.output_sizes = list(heights)
+        self.weight = torch.nn.Parameter(torch.zeros(sum(heights), width, dtype=dtype), requires_grad=False)
+        self.quant_method = type("UnquantizedLinearMethod", (), {})()
+
+
+class Model(torch.nn.Module):
+    packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qkv_proj = Linear(8, 4, 4, width=6, dtype=dtype)
+        self.o_proj = Linear(6, width=8, dtype=dtype)
+        del self.o_proj.output_sizes
+        self.norm = torch.nn.Module()
+        self.norm.weight = torch.nn.Parameter(torch.zeros(6, dtype=dtype))
+
+
+class Sent:
+    """An update that a worker gets."""
+
+    def __init__(self, receiver: Any, dtype: torch.dtype) -> None:
+        shapes = {"q_proj": (8, 6), "k_proj": (4, 6), "v_proj": (4, 6), "o_proj": (6, 8), "norm": (6,)}
+        self.entries = [
+            Entry(f"{name}.weight", "", shape, number * ROW, int(np.prod(shape)) * dtype.itemsize)
+            for number, (name, shape) in enumerate(shapes.items())
+        ]
+        self.bucket = DeviceBucket(self.entries, dtype, torch.device("cpu"))
+        self._receiver = receiver
+
+    def fill(self) -> None:
+        for entry in self.entries:
+            self.bucket.tensor(entry).copy_(torch.randn(entry.shape))
+        self.bucket.seal(*self.entries)
+
+    def to(self, engine: Any) -> dict[str, Any]:
+        engine.start_weight_update()
+        engine._tensors = lambda bucket: self._receiver.read_bucket(self.bucket.memory, bucket)
+        engine.receive_weights(self._receiver.Bucket(**self.bucket.describe()))
+        engine.finish_weight_update()
+        report: dict[str, Any] = engine.verify()
+        return report
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def worker(request: Any, receiver: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Sent]:
+    """A worker that knows where its tensors lie, as on a GPU after the first update, and what it is sent."""
+    reload = ModuleType("vllm.model_executor.model_loader.reload")
+    reload.__dict__.update(finalize_layerwise_reload=None, initialize_layerwise_reload=None)  # not to be called
+    for name in ("vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, reload.__name__, reload)
+    monkeypatch.setattr(receiver.WeightTransferEngine, "__init__", lambda self, config, vllm_config, device, model: None)
+    model = Model(request.param)
+    engine = receiver.BucketTransferEngine(None, SimpleNamespace(additional_config=None), torch.device("cpu"), model)
+    engine.model, engine.device = model, torch.device("cuda")
+    sent = Sent(receiver, request.param)
+    engine._proved = {entry.name for entry in sent.entries}
+    return engine, sent
+
+
+def test_later_updates_are_copied_in_place(worker: tuple[Any, Sent]) -> None:
+    engine, sent = worker
+    addresses = [parameter.data_ptr() for parameter in engine.model.parameters()]
+    for _ in range(3):
+        sent.fill()
+        assert sent.to(engine) == {"tensors": 5, "packed": 0, "problems": []}
+        parts = [sent.bucket.tensor(entry) for entry in sent.entries]
+        assert torch.equal(engine.model.qkv_proj.weight, torch.cat(parts[:3]))
+        assert torch.equal(engine.model.o_proj.weight, parts[3])
+        assert torch.equal(engine.model.norm.weight, parts[4])
+        assert [parameter.data_ptr() for parameter in engine.model.parameters()] == addresses
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda sent: sent.entries.pop(1), "tensor k_proj.weight did not come"),
+        (lambda sent: setattr(sent.entries[1], "name", "x_proj.weight"), "tensor x_proj.weight is not in the engine's model"),
+        (lambda sent: setattr(sent.entries[1], "name", "v_proj.weight"), "tensor v_proj.weight came twice"),
+        (lambda sent: setattr(sent.entries[3], "shape", (8, 6)), "tensor o_proj.weight has shape [8, 6], the engine's model has [6, 8]"),
+        (lambda sent: sent.bucket.memory.__setitem__(3 * ROW, 1 + sent.bucket.memory[3 * ROW]), "tensor o_proj.weight did not arrive"),
+    ],
+)
+def test_in_place_too_what_is_wrong_is_named(worker: tuple[Any, Sent], change: Any, problem: str) -> None:
+    engine, sent = worker
+    sent.fill()
+    change(sent)
+    problems = sent.to(engine)["problems"]
+    assert any(each.startswith(problem) for each in problems)
+    assert not engine._proved, "the next update goes through vLLM's loader"
+
+
+def test_in_place_too_it_is_read_back(worker: tuple[Any, Sent], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sent = worker
+    sent.fill()
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda places, values: None)
+    problems = sent.to(engine)["problems"]
+    assert problems == [
+        *(f"tensor {part}.weight is not in the engine as it was sent (qkv_proj.weight)" for part in ("q_proj", "k_proj", "v_proj")),
+        "tensor o_proj.weight is not in the engine as it was sent",
+        "tensor norm.weight is not in the engine as it was sent",
+    ]

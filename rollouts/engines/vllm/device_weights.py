@@ -34,10 +34,14 @@ class DeviceBucket:
         self.dtype = dtype
         self.size = max(entry.offset + rows_of(entry.length) * ROW for entry in entries)
         self.memory = torch.empty(self.size, dtype=torch.uint8, device=device)
+        self._views: dict[tuple[int, int, tuple[int, ...]], torch.Tensor] = {}
         self._handle, self._offset = _share(self.memory) if device.type == "cuda" else ("", 0)
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        return self.memory[entry.offset : entry.offset + entry.length].view(self.dtype).view(entry.shape)
+        key = (entry.offset, entry.length, entry.shape)
+        if key not in self._views:
+            self._views[key] = self.memory[entry.offset : entry.offset + entry.length].view(self.dtype).view(entry.shape)
+        return self._views[key]
 
     def seal(self, *entries: Entry) -> None:
         sums = checksums(self.memory, [(entry.offset, entry.length) for entry in entries])
@@ -48,6 +52,7 @@ class DeviceBucket:
         return {"handle": self._handle, "offset": self._offset, "size": self.size, "entries": described(self)}
 
     def close(self) -> None:
+        self._views.clear()
         del self.memory
 
 

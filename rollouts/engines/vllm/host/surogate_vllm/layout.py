@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Layout:
         # vLLM wraps modules that may get adapters, and its parameters are named accordingly; a checkpoint's are not
         actual = dict(model.named_parameters(remove_duplicate=False))
         self._actual = {name.replace(_WRAPPER, "."): name for name in actual}
+        self._found: dict[str, tuple[Any, str]] = {}
         self._parameters = {name: id(actual[its]) for name, its in self._actual.items()}
 
     def place(self, name: str) -> tuple[str, list[str]]:
@@ -36,7 +38,7 @@ class Layout:
                     return target, [".".join([*path[:i], sibling, *path[i + 1 :]]) for sibling in parts]
         return name, [name]
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Whether the kernels read the parameters themselves, as they are in a checkpoint, and nothing that was made from them."""
         modules = list(self._model.modules())
@@ -45,8 +47,15 @@ class Layout:
 
     def _find(self, target: str) -> tuple[Any, str]:
         """The module that has a parameter, and the parameter's name there."""
-        module, _, leaf = self._actual[target].rpartition(".")
-        return self._model.get_submodule(module), leaf
+        if target not in self._found:
+            module, _, leaf = self._actual[target].rpartition(".")
+            self._found[target] = self._model.get_submodule(module), leaf
+        return self._found[target]
+
+    def address(self, target: str) -> int:
+        """Of a parameter's memory, at present."""
+        module, leaf = self._find(target)
+        return int(getattr(module, leaf).data_ptr())
 
     def loadable(self, name: str) -> str:
         """The name under which vLLM's loader takes a tensor: later versions see through the wrapper of a module that may get adapters,

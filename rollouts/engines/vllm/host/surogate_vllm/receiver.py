@@ -59,6 +59,29 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     entries: list[list[Any]] = field(default_factory=list)
 
 
+class Spot:
+    """Where a tensor of a bucket goes in the engine.
+
+    Args:
+        address: of the parameter `target`.
+        sent: the tensor in its bucket.
+        live: the part of the parameter that it is for.
+        part: of `sent`, that goes there.
+    """
+
+    def __init__(self, name: str, target: str, address: int, sent: torch.Tensor, live: torch.Tensor, part: torch.Tensor) -> None:
+        self.name, self.target, self.address = name, target, address
+        self.sent, self.live, self.part = sent, live, part
+        # the next update's values will be in the same memory
+        self.reusable = sent.is_cuda and part.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
+        self.bits = words(live, part) if self.reusable else (live, part)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the same place of a bucket."""
+        sent = self.sent
+        return tensor.data_ptr() == sent.data_ptr() and tensor.shape == sent.shape and tensor.dtype == sent.dtype
+
+
 class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     init_info_cls = InitInfo
     update_info_cls = Bucket
@@ -72,8 +95,10 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._updates = 0
         self._mappings = Mappings(device)
         self._handles: set[str] = set()  # of this update's buckets
-        self._proved = False  # where every tensor lies in the engine
+        self._proved: set[str] = set()  # tensors, if it is known where in the engine every one lies
         self._direct = False  # this update is copied there
+        self._spots: dict[str, Spot] = {}
+        self._copied: list[Spot] = []  # of this update
         self._open = False
         valid = int((vllm_config.additional_config or {}).get("surogate_valid_vocab", 0))
         if valid:
@@ -88,8 +113,8 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._open:  # an update that broke off; its layers still wait for tensors
             finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
-        self._received, self._problems, self._handles = {}, [], set()
-        self._direct = self._proved
+        self._received, self._problems, self._handles, self._copied = {}, [], set(), []
+        self._direct = bool(self._proved)
         if not self._direct:
             self._open = True
             initialize_layerwise_reload(self.model)
@@ -102,24 +127,47 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: Bucket) -> None:
         """A tensor that is not right is left out and remembered for `verify`, which names all of them."""
         good: list[tuple[str, torch.Tensor]] = []
+        spots: list[Spot] = []
         for name, tensor in self._tensors(update_info):
-            problem = tensor if isinstance(tensor, str) else "came twice" if name in self._received else self._layout.misfit(name, tensor)
+            if isinstance(tensor, str):
+                problem = tensor
+            elif name in self._received:
+                problem = "came twice"
+            elif self._direct:
+                spot = self._spot(name, tensor)
+                problem = spot if isinstance(spot, str) else ""
+                if isinstance(spot, Spot):
+                    spots.append(spot)
+            else:
+                problem = self._layout.misfit(name, tensor)
+                if not problem:
+                    good.append((self._layout.loadable(name), tensor))
             if problem:
                 self._problems.append(f"tensor {name} {problem}")
-            else:
-                assert isinstance(tensor, torch.Tensor)
+            elif isinstance(tensor, torch.Tensor):
                 self._received[name] = tensor
-                good.append((name, tensor))
-        if not self._direct:
-            self.model.load_weights((self._layout.loadable(name), tensor) for name, tensor in good)
-            return
-        places, values = [], []
-        for name, tensor in good:
-            live, part, _ = self._layout.read_back(name, self._layout.place(name)[0], tensor, 0)
-            places.append(live)
-            values.append(part)
-        if places:
-            torch._foreach_copy_(places, values)
+        if spots:
+            torch._foreach_copy_([spot.live for spot in spots], [spot.part for spot in spots])
+            self._copied += spots
+        elif not self._direct:
+            self.model.load_weights(good)
+
+    def _spot(self, name: str, tensor: torch.Tensor) -> Spot | str:
+        """Where a tensor goes, as long as the engine's parameter is where it was; or why it cannot be loaded."""
+        spot = self._spots.get(name)
+        if spot is not None and spot.takes(tensor) and self._layout.address(spot.target) == spot.address:
+            return spot
+        if problem := self._layout.misfit(name, tensor):
+            return problem
+        target, _ = self._layout.place(name)
+        try:
+            live, part, _ = self._layout.read_back(name, target, tensor, 0)
+        except ValueError as error:
+            return f"cannot be loaded ({error})"
+        spot = Spot(name, target, self._layout.address(target), tensor, live, part)
+        if spot.reusable:
+            self._spots[name] = spot
+        return spot
 
     def _tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor | str]]:
         if not bucket.handle:
@@ -141,10 +189,11 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         Returns: how many `tensors` came, how many of them were read back `packed`, and the `problems`.
         """
         self._updates += 1
-        problems = self._problems + self._layout.gaps(self._received)
-        packed = 0
-        found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        for name, sent in self._received.items():
+        problems, packed = self._problems, 0
+        if not self._direct or self._received.keys() != self._proved:
+            problems += self._layout.gaps(self._received)
+        found: list[tuple[str, torch.Tensor, torch.Tensor]] = [(self._differs(spot.name, spot.target), *spot.bits) for spot in self._copied]
+        for name, sent in [] if self._direct else self._received.items():
             for target in self._layout.holders(name):
                 try:
                     live, expected, was_packed = self._layout.read_back(name, target, sent, self._updates)
@@ -152,20 +201,24 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                     problems.append(f"tensor {name} cannot be read back ({error})")
                     continue
                 packed += was_packed
-                found.append(
-                    (f"tensor {name} is not in the engine as it was sent" + (f" ({target})" if target != name else ""), live, expected)
-                )
+                found.append((self._differs(name, target), live, expected))
         same = equal((live, expected) for _, live, expected in found)
         problems += [message for (message, _, _), right in zip(found, same, strict=True) if not right]
         report = {"tensors": len(self._received), "packed": packed, "problems": problems}
-        self._proved = not problems and not packed and self.device.type == "cuda" and self._layout.plain
-        self._received, self._problems = {}, []
-        del found
+        places_are_known = not problems and not packed and self.device.type == "cuda" and self._layout.plain
+        self._proved = set(self._received) if places_are_known else set()
+        self._received, self._problems, self._copied = {}, [], []
+        if not self._proved:
+            self._spots = {}
         self._mappings.keep(self._handles)
         return report
 
+    @staticmethod
+    def _differs(name: str, target: str) -> str:
+        return f"tensor {name} is not in the engine as it was sent" + (f" ({target})" if target != name else "")
+
     def shutdown(self) -> None:
-        self._received = {}
+        self._received, self._spots, self._copied = {}, {}, []
         self._mappings.keep(())
 
     @staticmethod
@@ -216,16 +269,19 @@ def equal(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
         if live.device.type == "cpu":
             flags.append(torch.tensor(torch.equal(live, expected)))
         else:
-            one, other = _words(live, expected.to(live.device, non_blocking=True))
+            one, other = words(live, expected.to(live.device, non_blocking=True))
             flags.append((one == other).all())
     return torch.stack(flags).tolist() if flags else []
 
 
-def _words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Their bits, as integers that are as wide as all of them allow."""
-    dense = all(each.is_contiguous() and each.nbytes % 8 == 0 and each.data_ptr() % 8 == 0 for each in tensors)
-    narrow = {2: torch.int16, 4: torch.int32}[tensors[0].itemsize]
-    return [each.flatten().view(torch.int64) if dense else each.view(narrow) for each in tensors]
+def words(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Their bits, as integers that are as wide as both of them allow."""
+    if not one.is_floating_point():
+        return one, other
+    if all(each.is_contiguous() and each.nbytes % 8 == 0 and each.data_ptr() % 8 == 0 for each in (one, other)):
+        return one.flatten().view(torch.int64), other.flatten().view(torch.int64)
+    narrow = {2: torch.int16, 4: torch.int32}[one.itemsize]
+    return one.view(narrow), other.view(narrow)
 
 
 def mask_logits(model: Any, valid: int) -> None:
