@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -12,6 +14,8 @@ import torch
 
 from surogate_rl.learner import LoraSettings
 from surogate_rl.rollouts.engines.vllm.device_weights import DeviceBucket, DeviceSnapshot, merge_bytes
+from surogate_rl.rollouts.engines.vllm.errors import EngineFailed
+from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import mapping
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm.checksums import ROW, checksums
 from surogate_rl.rollouts.engines.vllm.weights import Entry, HostSnapshot
 
@@ -296,3 +300,66 @@ def test_in_place_too_it_is_read_back(worker: tuple[Any, Sent], monkeypatch: pyt
         "tensor o_proj.weight is not in the engine as it was sent",
         "tensor norm.weight is not in the engine as it was sent",
     ]
+
+
+def test_a_handle_is_opened_once_and_closed_when_it_is_done_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Runtime:
+        """CUDA's functions, as far as they are called here."""
+
+        class cudaIpcOpenMemHandle:
+            def __new__(cls, address: Any, handle: Any, flags: int) -> Any:
+                calls.append(("open", bytes(handle), flags))
+                address._obj.value = 0x1000 * len(calls)
+                return 0 if bytes(handle) != bytes(64) else 1
+
+        cudaIpcCloseMemHandle = staticmethod(lambda address: calls.append(("close", address.value)) or 0)
+        cudaGetLastError = staticmethod(lambda: 0)
+        cudaGetErrorString = staticmethod(lambda code: b"invalid argument")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    mappings = mapping.Mappings(torch.device("cpu"))
+    monkeypatch.setattr(mappings, "_library", lambda: Runtime)
+    places: list[Any] = []
+    monkeypatch.setattr(torch, "as_tensor", lambda place, device: places.append(place.__cuda_array_interface__))
+    with_zeros = bytes([7, 0, 0, *range(61)])
+    one, other = (base64.b64encode(handle).decode() for handle in (with_zeros, b"x" * 64))
+    mappings.memory(one, 512, 100)
+    mappings.memory(one, 0, 50)
+    mappings.memory(other, 0, 50)
+    assert calls == [("open", with_zeros, 1), ("open", b"x" * 64, 1)]
+    assert [place["data"] for place in places] == [(0x1000 + 512, False), (0x1000, False), (0x2000, False)]
+    assert [place["shape"] for place in places] == [(100,), (50,), (50,)]
+    calls.clear()
+    mappings.keep([other])
+    mappings.keep([other])
+    assert calls == [("close", 0x1000)]
+    with pytest.raises(RuntimeError, match="cudaIpcOpenMemHandle: invalid argument; the run's GPU memory cannot be mapped here: set"):
+        mappings.memory(base64.b64encode(bytes(64)).decode(), 0, 50)
+    with pytest.raises(RuntimeError, match="a CUDA IPC handle has 64 bytes, not 66"):
+        mappings.memory(base64.b64encode(bytes(66)).decode(), 0, 50)
+
+
+@pytest.mark.parametrize("version", [b"", b"\x02c", b"\x03c"], ids=["old", "2", "3"])
+def test_what_travels_is_the_drivers_handle(monkeypatch: pytest.MonkeyPatch, version: bytes) -> None:
+    from surogate_rl.rollouts.engines.vllm import device_weights
+
+    released: list[Any] = []
+    handle = bytes(range(64))
+
+    class Storage:
+        def _share_cuda_(self) -> tuple[Any, ...]:
+            return 0, version + handle, 8192, 512, b"counter", 3, b"event", True
+
+        def _release_ipc_counter(self, *arguments: Any, device: int) -> None:
+            released.append((*arguments, device))
+
+    memory: Any = SimpleNamespace(untyped_storage=Storage)
+    assert device_weights._share(memory) == (base64.b64encode(handle).decode(), 512)
+    assert released == [(b"counter", 3, 0)]
+    if version:
+        version = version[:1] + b"e"
+        with pytest.raises(EngineFailed, match="cannot share memory of torch's expandable segments"):
+            device_weights._share(memory)

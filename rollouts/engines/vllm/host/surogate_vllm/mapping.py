@@ -18,7 +18,9 @@ _LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * HANDLE_BYTES)]
+    """Passed by value."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * HANDLE_BYTES)]
 
 
 class _Place:
@@ -65,10 +67,10 @@ class Mappings:
             raise RuntimeError(f"a CUDA IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         address = ctypes.c_void_p()
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream()  # the context is there
+            torch.cuda.synchronize()  # there is a context
             function: Any = self._library().cudaIpcOpenMemHandle
             function.argtypes = [ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint]
-            self._check("cudaIpcOpenMemHandle", function(ctypes.byref(address), _Handle(handle), _LAZY_PEER_ACCESS))
+            self._check("cudaIpcOpenMemHandle", function(ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS))
         assert address.value is not None
         return address.value
 
