@@ -251,7 +251,7 @@ class _Session:
                 logps.extend(their)
                 versions.extend(from_version)
 
-        finish = await runtime.generate(header["prompt"], header["params"], each)
+        finish = await runtime.generate(header["prompt"], header["params"], each, stream=stream)
         return {"finish": finish, "tokens": tokens, "logps": logps, "versions": versions}
 
     def _keep(self, index: int, body: bytes) -> None:
