@@ -129,6 +129,10 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
             module.__dict__.update(members if length == len(path) else {"__path__": []})
             monkeypatch.setitem(sys.modules, module.__name__, module)
     host = "surogate_rl.rollouts.engines.vllm.host.surogate_vllm"
+    packed = ModuleType(f"{host}.packed_logprobs")
+    packed.__dict__["install"] = lambda: True
+    monkeypatch.setitem(sys.modules, packed.__name__, packed)
+    monkeypatch.setattr(sys.modules[host], "packed_logprobs", packed, raising=False)
     monkeypatch.delitem(sys.modules, f"{host}.receiver", raising=False)
     __import__(f"{host}.receiver")
     yield sys.modules[f"{host}.receiver"]

@@ -3,7 +3,7 @@
 It is a backend of vLLM's own weight transfer: `start_weight_update`, `update_weights` and `finish_weight_update` drive it, and vLLM's
 layer-wise reload puts the tensors where its kernels want them (on the CPU they are packed anew and the plain weight is dropped; writing
 into the parameters would go unnoticed there). Importing the module registers the backend, so the worker is given an extension class from
-here.
+here (and its process packs log-probabilities, `packed_logprobs`).
 
 On a GPU the first update goes that way; once reading back has proved where every tensor lies, later ones are copied to those very places,
 in a few launches. The parameters' addresses, which CUDA graphs hold, are the same either way.
@@ -28,6 +28,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from . import packed_logprobs
 from .checksums import ROW, checksums
 from .layout import Layout
 from .mapping import Mappings
@@ -350,3 +351,4 @@ class Extension:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)
+packed_logprobs.install()
