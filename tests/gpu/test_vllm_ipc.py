@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from surogate_rl.learner import Compute, LoraSettings
 from surogate_rl.rollouts.engines.vllm.device_weights import DeviceSnapshot
 from surogate_rl.rollouts.engines.vllm.errors import SyncFailed
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
+from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 from surogate_rl.trainers.event_loop import EventLoop
 
-from ..vllm.conftest import QWEN3, VALID, Bench, make_options
+from ..vllm.conftest import QWEN3, VALID, Bench, make_options, randomise
 from ..vllm.conftest import vllm_python as vllm_python  # a fixture
 from ..vllm.damage import CASES, Damage
 
@@ -74,10 +75,6 @@ def open_bench(loop: EventLoop, vllm_python: str, tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="module")
 def bench(open_bench: Callable[..., Bench]) -> Bench:
     return open_bench()
-
-
-def log(bench: Bench) -> str:
-    return Path(bench.engine.options.log).read_text(errors="replace")
 
 
 def test_log_probabilities_agree_after_each_of_four_updates(bench: Bench, prompts: list[list[int]]) -> None:
@@ -136,14 +133,10 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Bench) -> None:
     bench.sync()
     old, new = bench.version, bench.version + 1
 
-    async def body() -> list[Any]:
-        import asyncio
-
-        from surogate_rl.rollouts.types import GenerateRequest, SamplingParams
-
-        requests = [bench.engine.generate(GenerateRequest([number], SamplingParams(1500, seed=number))) for number in range(4)]
+    async def body() -> list[Completion]:
+        requests = [bench.engine.generate(GenerateRequest([number], SamplingParams(2000, seed=number))) for number in range(4)]
         tasks = [asyncio.ensure_future(request) for request in requests]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         await asyncio.to_thread(bench.randomise, 32)
         await bench.engine.update_weights(bench.learner, new)
         return await asyncio.gather(*tasks)
@@ -182,11 +175,11 @@ def test_a_merged_adapter(open_bench: Callable[..., Bench], bench: Bench, prompt
     bench.close()  # the GPU is for one engine at a time
     merged = open_bench(lora=LoraSettings(rank=4, alpha=8.0), sync="merged")
     for seed in (51, 52, 53):
-        merged.randomise_adapter(seed)
+        randomise(merged.learner, seed, 0.1, adapter=True)
         metrics = merged.sync()
         print({name: round(value, 4) for name, value in metrics.items()})
         assert metrics["vllm/probe_gap"] < 2 * TOLERANCE  # the learner does not round the sum
         assert 0 < metrics["vllm/lost_delta"] < 0.1
         completions = merged.sample(prompts)
         assert merged.gap(prompts, completions) < 2 * TOLERANCE
-        assert merged.gap(prompts, completions, adapter="off") > 0.1, "the adapter makes a difference"
+        assert merged.gap(prompts, completions, adapter="off") > 0.05, "the adapter makes a difference"
