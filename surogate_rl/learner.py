@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from surogate_rl import _core
 from surogate_rl.batch import PackedBatch
 from surogate_rl.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
 
 F32 = NDArray[np.float32]
 AdapterUse = Literal["live", "initial", "off"]
@@ -216,6 +219,7 @@ class Learner:
         self.max_tokens = max_tokens
         self.trainable = trainable
         self.lora = lora
+        self.device = (compute or Compute()).device
         self._native: _core.Learner | None = _core.Learner(spec, **options)
         self._tensors = {name: TensorInfo(name, tuple(shape), trained) for name, shape, trained in self._native.tensors()}
 
@@ -326,6 +330,24 @@ class Learner:
         """A copy of one weight or adapter matrix."""
         self._info(name)
         return self.native.export(name)
+
+    def export_to(self, places: Mapping[str, torch.Tensor]) -> None:
+        """Writes weights or adapter matrices, by name, into dense tensors of the learner's device: exactly what :meth:`export` returns, or
+        that rounded once to bfloat16. Waits for what is queued on the device's current stream; when it returns, the values are there.
+
+        Raises:
+            ValueError: a name is unknown, or a tensor has another shape, another dtype than those two, gaps, or another device.
+        """
+        by_dtype: dict[str, list[tuple[str, int]]] = {}
+        for name, place in places.items():
+            dtype = _checked_place(self._info(name), place, self.device)
+            by_dtype.setdefault(dtype, []).append((name, place.data_ptr()))
+        for device in {place.device for place in places.values() if place.is_cuda}:
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()  # the core writes on a stream of its own
+        for dtype, addresses in by_dtype.items():
+            self.native.export_to(addresses, dtype)
 
     def gradient(self, name: str) -> F32:
         """A copy of one gradient."""
@@ -459,3 +481,17 @@ def _matching(info: TensorInfo, value: F32) -> F32:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
         raise ValueError(f"{info.name}: expected float32 {list(info.shape)}, got {got}")
     return np.ascontiguousarray(value)
+
+
+def _checked_place(info: TensorInfo, place: torch.Tensor, device: str) -> str:
+    """The dtype's name of a tensor that `info` may be written to."""
+    kind, _, index = device.partition(":")
+    wanted = f"float32 or bfloat16 {list(info.shape)} on {device}"
+    dtype = str(place.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "bfloat16") or tuple(place.shape) != info.shape:
+        raise ValueError(f"export_to: {info.name}: expected {wanted}, got {dtype} {list(place.shape)}")
+    if not place.is_contiguous():
+        raise ValueError(f"export_to: {info.name}: expected a tensor without gaps, got strides {list(place.stride())}")
+    if place.device.type != kind or (kind == "cuda" and place.device.index != int(index or 0)):
+        raise ValueError(f"export_to: {info.name}: expected {wanted}, got {place.device}")
+    return dtype

@@ -63,7 +63,7 @@ struct AdamWOptions {
 /// Dtypes. Weights, activations and gradients of activations are float32 or bfloat16, the same in all of one call unless said otherwise;
 /// sums are formed in float32 (or wider) and rounded once. Gradients of weights (dw, db, dtable, dweight, dq_weight, dk_weight) are
 /// float32, or bfloat16 beside bfloat16 activations. Statistics (rstd, lse, logp, entropy), their gradients, cos and sin are float32,
-/// indices int32. The CPU takes float32 alone. Any matrix may be a view with a stride; vectors are dense.
+/// indices int32. The CPU takes float32 alone, and only copies to bfloat16. Any matrix may be a view with a stride; vectors are dense.
 ///
 /// Order. Operations happen in the order of their calls, but may still be running when a call returns. What waits: `download`,
 /// `sum_of_squares`, `sample` and `synchronize` return when their results are there; `upload` when `host` may be changed again.

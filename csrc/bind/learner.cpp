@@ -326,6 +326,21 @@ void bind_learner(py::module_& module) {
             "export", [](Handle& handle, const std::string& name) { return export_tensor<&Learner::tensors>(handle, "export", name); },
             py::arg("name"))
         .def(
+            "export_to",
+            [](Handle& handle, const std::vector<std::tuple<std::string, std::uintptr_t>>& places, const std::string& dtype) {
+                const DType kind = dtype_from_name("dtype", dtype);
+                std::vector<Learner::Export> exports;
+                exports.reserve(places.size());
+                for (const auto& [name, place] : places) {
+                    const NamedTensor& named = Learner::find(handle.learner.tensors(), "export_to", name);
+                    require(place % size_of(kind) == 0, "export_to", name.c_str(), "memory that is aligned to its values", place);
+                    exports.push_back({&named, matrix(reinterpret_cast<void*>(place), named.tensor.rows, named.tensor.columns, kind,
+                                                      handle.learner.backend().device())});
+                }
+                locked(handle, [&](Learner& learner) { learner.export_to(exports); });
+            },
+            py::arg("places"), py::arg("dtype"))
+        .def(
             "gradient",
             [](Handle& handle, const std::string& name) { return export_tensor<&Learner::gradients>(handle, "gradient", name); },
             py::arg("name"))

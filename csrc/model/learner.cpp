@@ -428,6 +428,17 @@ void Learner::write(const NamedTensor& named, const float* values) {
     impl_->backend->upload(named.tensor, values);
 }
 
+void Learner::export_to(const std::vector<Export>& exports) const {
+    std::vector<Backend::CopyItem> items;
+    items.reserve(exports.size());
+    for (const auto& [named, out] : exports) {
+        impl_->settle_if_gradient("export_to", named->tensor);
+        items.push_back({out, named->exact()});
+    }
+    impl_->backend->copy_all(items);
+    impl_->backend->synchronize();
+}
+
 const NamedTensor& Learner::find(const std::vector<NamedTensor>& tensors, const char* op, const std::string& name) {
     const auto found = std::find_if(tensors.begin(), tensors.end(), [&](const NamedTensor& named) { return named.name == name; });
     if (found != tensors.end()) return *found;

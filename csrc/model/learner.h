@@ -100,6 +100,13 @@ class Learner {
     /// Exact values, dense, of a tensor out of `tensors()`, `gradients()` or `optimizer_state()`; and, of the latter two, back again.
     void read(float* values, const NamedTensor& named) const;
     void write(const NamedTensor& named, const float* values);
+    /// Exact values of tensors out of those lists into memory of the learner's device that somebody else owns, rounded once if that is
+    /// bfloat16. When it returns they are there. What was queued on that memory before must have ended.
+    struct Export {
+        const NamedTensor* named;
+        Tensor out;
+    };
+    void export_to(const std::vector<Export>& exports) const;
     /// The tensor of that name out of `tensors()`, `gradients()` or `optimizer_state()`, or an error that names `op` and what there is.
     static const NamedTensor& find(const std::vector<NamedTensor>& tensors, const char* op, const std::string& name);
 

@@ -56,6 +56,30 @@ TEST(bfloat16_is_near_float32) {
     }
 }
 
+TEST(exact_values_are_exported_to_memory_of_somebody_else) {
+    for (const Case& c : cases()) {
+        const auto learner = shadow_learner(c.spec, in_bfloat16(c.options));
+        run(*learner);
+        Backend& device = learner->backend();
+        for (const NamedTensor& named : learner->tensors()) {
+            const std::int64_t rows = named.tensor.rows, columns = named.tensor.columns;
+            const auto size = static_cast<std::size_t>(rows * columns);
+            const Tensor wide = matrix(device.allocate(4 * size), rows, columns, DType::Float32, device.device());
+            const Tensor narrow = matrix(device.allocate(2 * size), rows, columns, DType::BFloat16, device.device());
+            learner->export_to({{&named, wide}, {&named, narrow}});
+            std::vector<float> exact(size), as_wide(size), as_narrow(size);
+            learner->read(exact.data(), named);
+            device.download(as_wide.data(), wide);
+            device.download(as_narrow.data(), narrow);
+            CHECK(as_wide == exact);
+            CHECK(std::equal(exact.begin(), exact.end(), as_narrow.begin(),
+                             [](float value, float rounded) { return from_bfloat16(to_bfloat16(value)) == rounded; }));
+            device.release(wide.data);
+            device.release(narrow.data);
+        }
+    }
+}
+
 TEST(borders_are_the_same_mathematics) {
     for (Case c : bordered_cases()) {
         const auto bordered = shadow_learner(c.spec, c.options);

@@ -199,6 +199,11 @@ class VllmConfig(Section):
         description="what an update sends; full: all weights; merged: with the adapter added in float32; adapter: the adapter alone, into "
         "vLLM's own LoRA; auto: merged with lora, else full",
     )
+    transfer: Literal["auto", "cuda_ipc", "host"] = Field(
+        default="auto",
+        description="through which memory an update goes; cuda_ipc: the GPU's, which an engine on the learner's own GPU maps; host: shared "
+        "memory of the host, or the connection; auto: cuda_ipc where it can be",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="share of the GPU that the engine takes; default: weights, the KV cache of its sequences, and 3 GiB"
     )

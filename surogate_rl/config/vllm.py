@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -30,6 +31,7 @@ def vllm_problems(config: GrpoConfig, planning: bool) -> Iterator[Problem]:
             because = "vllm" if config.rollouts.engine == "vllm" else "device: cuda samples with vLLM"
             yield Problem(f"rollouts.engine: {because}, but {reason}", where, (("device",),))
     yield from _mode_problems(vllm, chosen_device(config))
+    yield from _transfer_problems(config, planning)
     for section, sampling in (("rollouts", config.rollouts), ("eval", config.eval)):
         if sampling is not None and sampling.temperature > HOTTEST:
             message = f"{section}.temperature: vLLM samples at {HOTTEST:g} at the most; lower it, or set rollouts.engine: native"
@@ -51,6 +53,46 @@ def vllm_problems(config: GrpoConfig, planning: bool) -> Iterator[Problem]:
             (*PATH, "sync"),
             (("lora_target_modules",),),
         )
+
+
+def _transfer_problems(config: GrpoConfig, planning: bool) -> Iterator[Problem]:
+    vllm, device = config.rollouts.vllm, chosen_device(config)
+    where: KeyPath = (*PATH, "transfer")
+    if vllm.transfer != "cuda_ipc":
+        return
+    if device == "cpu":
+        yield Problem("rollouts.vllm.transfer: cuda_ipc is for GPUs, but device is cpu; remove the key", where, (("device",),))
+    elif chosen_mode(vllm) == "server":
+        yield Problem(
+            "rollouts.vllm.transfer: cuda_ipc reaches an engine on the learner's own GPU; with mode: server remove the key, or set host",
+            where,
+            ((*PATH, "mode"), (*PATH, "base_url"), (*PATH, "devices")),
+        )
+    elif not planning and (reason := no_cuda_ipc_reason()):
+        yield Problem(f"rollouts.vllm.transfer: cuda_ipc cannot be had: {reason}; or set transfer: host", where)
+
+
+def no_cuda_ipc_reason() -> str:
+    """Why memory of the GPU that torch takes in this process cannot be shared, and what to do; empty if it can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install one that has it beside surogate-rl"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            return f"memory of torch's expandable segments is not shared; take expandable_segments out of {name}"
+    return ""
+
+
+def chosen_mode(vllm: VllmConfig) -> Literal["colocate", "server"]:
+    elsewhere = vllm.base_url is not None or vllm.devices is not None or vllm.replicas > 1 or vllm.tensor_parallel_size > 1
+    return vllm.mode if vllm.mode != "auto" else "server" if elsewhere else "colocate"
+
+
+def _chosen_transfer(vllm: VllmConfig, device: str) -> Literal["cuda_ipc", "host"]:
+    if vllm.transfer != "auto":
+        return vllm.transfer
+    return "cuda_ipc" if device == "cuda" and chosen_mode(vllm) == "colocate" and not no_cuda_ipc_reason() else "host"
 
 
 def _mode_problems(vllm: VllmConfig, device: str) -> Iterator[Problem]:
@@ -107,8 +149,7 @@ def resolve_vllm(config: GrpoConfig) -> VllmConfig:
         return vllm
     device, recipe = chosen_device(config), chosen_recipe(config)
     dtype = recipe if vllm.dtype == "auto" else vllm.dtype
-    elsewhere = vllm.base_url is not None or vllm.devices is not None or vllm.replicas > 1 or vllm.tensor_parallel_size > 1
-    mode: Literal["colocate", "server"] = vllm.mode if vllm.mode != "auto" else "server" if elsewhere else "colocate"
+    mode = chosen_mode(vllm)
     devices = vllm.devices
     if device == "cuda" and mode == "server" and vllm.base_url is None and devices is None:
         devices = list(range(1, 1 + vllm.replicas * vllm.tensor_parallel_size))
@@ -121,6 +162,7 @@ def resolve_vllm(config: GrpoConfig) -> VllmConfig:
             "devices": devices,
             "dtype": dtype,
             "sync": vllm.sync if vllm.sync != "auto" else "merged" if config.lora else "full",
+            "transfer": _chosen_transfer(vllm, device),
             "enforce_eager": vllm.enforce_eager if vllm.enforce_eager is not None else device == "cpu",
             "probe_tolerance": tolerance,
         }

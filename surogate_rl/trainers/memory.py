@@ -18,6 +18,7 @@ from surogate_rl.trainers.learner_options import learner_choices, reference_opti
 
 SHARE_OF_CACHE = 0.25
 """Of all memory, at the most, for a KV cache whose size nobody set, as long as the rest of the run has a choice."""
+ON_ITS_WAY = "vllm: weights on their way to the engine"
 BLOCK = 16  # positions of a block of the native sampler's cache
 
 Parts = list[tuple[str, int]]
@@ -120,6 +121,8 @@ class MemoryPlan:
                 ways.append("lower rollouts.kv_cache_gb")
             if self.engine.parts:
                 ways.append("lower rollouts.max_sequences")
+            if any(name == ON_ITS_WAY for name, _ in self.engine.parts):
+                ways.append("set rollouts.vllm.transfer: host (updates then take seconds)")
         elif self.engine.parts:
             ways.append("evaluate by the loss (no eval.rewards)")
         if not config.lora:
@@ -222,7 +225,7 @@ class _Engines:
 
     def _vllm(self, config: GrpoConfig, most: int | None) -> EnginePlan:
         """Of an engine that takes nothing of the learner's device there are no parts."""
-        from surogate_rl.rollouts.engines.vllm.factory import engine_memory
+        from surogate_rl.rollouts.engines.vllm.factory import engine_memory, transfer_memory
 
         vllm, gpu = resolve_vllm(config), config.device == "cuda"
         if vllm.base_url is not None or (gpu and vllm.mode == "server"):
@@ -247,6 +250,8 @@ class _Engines:
         parts = [("vllm: weights", taken.weights), ("vllm: KV cache", taken.cache)]
         if gpu:
             parts.append(("vllm: activations, CUDA graphs, context", taken.reserve))
+            if vllm.transfer == "cuda_ipc":
+                parts.append((ON_ITS_WAY, transfer_memory(config, self.spec, self.parameters)))
         else:
             parts = [(name, size * self._copies) for name, size in parts]
             parts.append(("vllm: copy of the weights for updates", taken.weights))

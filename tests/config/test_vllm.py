@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from surogate_rl import _core
 from surogate_rl.config import ConfigError, ConfigWarning, devices, parse_config, resolve
 from surogate_rl.config.schema import GrpoConfig
+from surogate_rl.rollouts.engines.vllm.device_weights import merge_bytes
 from surogate_rl.rollouts.engines.vllm.factory import RESERVE, engine_memory, environments, lora_rank
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import compat
+from surogate_rl.trainers.memory import ON_ITS_WAY, Demands, plan_memory
 
 MINIMAL: dict[str, Any] = {"model": "m", "output_dir": "out", "datasets": ["rows.jsonl"], "rewards": ["exact_match"]}
 
@@ -61,6 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             {"eval": {"datasets": ["held.jsonl"], "temperature": 2.5}},
             "eval.temperature: vLLM samples at 2 at the most; lower it, or set rollouts.engine: native",
         ),
+        ({"transfer": "cuda_ipc"}, {"device": "cpu"}, "rollouts.vllm.transfer: cuda_ipc is for GPUs, but device is cpu; remove the key"),
         ({"devices": [1]}, {"device": "cpu"}, "rollouts.vllm.devices: names GPUs, but device is cpu; remove the key"),
     ],
 )
@@ -77,6 +81,34 @@ def test_refused_on_a_gpu() -> None:
     assert caught.value.lines == [
         "rollouts.vllm.devices: 2 GPU(s), but replicas x tensor_parallel_size is 4; name as many, each once",
     ]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_how_weights_travel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert config({}).rollouts.vllm.transfer == "cuda_ipc"
+    assert config({"transfer": "host"}).rollouts.vllm.transfer == "host"
+    assert config({}, device="cpu").rollouts.vllm.transfer == "host"
+    # an engine on another GPU, or another machine's
+    assert config({"devices": [1]}).rollouts.vllm.transfer == "host"
+    assert config({"base_url": "tcp://host:1", "python": None}).rollouts.vllm.transfer == "host"
+    with pytest.raises(ConfigError) as caught:
+        config({"transfer": "cuda_ipc", "replicas": 2})
+    assert caught.value.lines == [
+        "rollouts.vllm.transfer: cuda_ipc reaches an engine on the learner's own GPU; with mode: server remove the key, or set host"
+    ]
+    # memory that cannot be shared
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8,expandable_segments:True")
+    assert config({}).rollouts.vllm.transfer == "host"
+    with pytest.raises(ConfigError, match="cuda_ipc cannot be had: memory of torch's expandable segments is not shared; take"):
+        config({"transfer": "cuda_ipc"})
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert config({}).rollouts.vllm.transfer == "host"
+    with pytest.raises(ConfigError, match=r"cuda_ipc cannot be had: torch .* is built without CUDA"):
+        config({"transfer": "cuda_ipc"})
 
 
 def test_keys_of_an_engine_that_is_not_used_are_told_of() -> None:
@@ -144,6 +176,21 @@ def test_memory_on_a_gpu() -> None:
     assert plan(cache_bytes=1 << 20).cache == 1 << 20
     with pytest.raises(MemoryError, match=r"does not fit beside the learner[\s\S]*KV cache of one sequence"):
         plan(free=2000 + RESERVE)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_memory_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def plan(**keys: Any) -> dict[str, int]:
+        made = config({"dtype": "bfloat16", **keys.pop("section", {})}, **keys)
+        return dict(plan_memory(made, SPEC, Demands(64, sequences=4), parameters=1 << 20).parts)
+
+    assert 2 << 20 < plan()[ON_ITS_WAY] < 2.1 * (1 << 20)
+    assert plan(lora=True)[ON_ITS_WAY] == plan()[ON_ITS_WAY] + merge_bytes(32 * 64)
+    assert plan(lora=True, section={"sync": "adapter"})[ON_ITS_WAY] == plan()[ON_ITS_WAY]
+    for section in ({"transfer": "host"}, {"devices": [1]}):
+        assert ON_ITS_WAY not in plan(section=section)
 
 
 def test_memory_on_the_cpu_is_at_most_a_quarter() -> None:

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from surogate_rl import _core
 from surogate_rl.data.packing import PackSequence, pack
-from surogate_rl.learner import AdapterUse, Learner, LoraSettings
+from surogate_rl.learner import AdapterUse, Compute, Learner, LoraSettings
 from surogate_rl.models.load import describe
 from surogate_rl.rollouts.engines.stop_strings import StopStrings
 from surogate_rl.rollouts.engines.vllm import engine as vllm_engine
@@ -84,10 +84,10 @@ def loop() -> Iterator[EventLoop]:
     loop.close()
 
 
-def make_learner(config: dict[str, Any], *, scale: float, lora: LoraSettings | None = None) -> Learner:
+def make_learner(config: dict[str, Any], *, scale: float, lora: LoraSettings | None = None, compute: Compute | None = None) -> Learner:
     """A learner of a random model; large enough weights that positions and layers all matter."""
     _, fields = describe(AutoConfig.for_model(**config), config, "test")
-    learner = Learner(_core.ModelSpec(**fields), max_tokens=2 * CONTEXT, threads=1, lora=lora)
+    learner = Learner(_core.ModelSpec(**fields), max_tokens=2 * CONTEXT, threads=1, lora=lora, compute=compute)
     randomise(learner, 0, scale)
     if lora is not None:
         randomise(learner, 1, ADAPTER_SCALE, adapter=True)
@@ -193,10 +193,16 @@ class Bench:
     valid_vocab = VALID
 
     def __init__(
-        self, loop: EventLoop, config: dict[str, Any], options: VllmOptions, scale: float = 0.15, lora: LoraSettings | None = None
+        self,
+        loop: EventLoop,
+        config: dict[str, Any],
+        options: VllmOptions,
+        scale: float = 0.15,
+        lora: LoraSettings | None = None,
+        compute: Compute | None = None,
     ) -> None:
         self.loop, self.scale = loop, scale
-        self.learner = make_learner(config, scale=scale, lora=lora)
+        self.learner = make_learner(config, scale=scale, lora=lora, compute=compute)
         self.engine = VllmEngine(self.learner, options, tokenizer=Bytes())
         self.version = 0
         self.run(self.engine.begin())

@@ -101,3 +101,76 @@ def test_after_an_update_that_failed_nothing_runs_until_one_succeeds(fake_vllm: 
         assert engine.calls[-1] == "resume"
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+class Counting(FakeAsyncLLM):
+    """Hands over final outputs, as it is told to; its requests are known to the output processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on.set()
+        self.states: dict[str, Any] = {}
+        self.output_processor = SimpleNamespace(request_states=self.states)
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause_scheduler)
+        self.ends: dict[str, asyncio.Future[list[int]]] = {}
+
+    async def pause_scheduler(self, **options: Any) -> None:
+        self.calls.append(f"pause {options}")
+
+    async def pause_generation(self, **options: Any) -> None:
+        self.calls.append(f"wait {options}")
+
+    def sampled(self, number: str, tokens: int) -> None:
+        self.states[f"{number}-internal"] = SimpleNamespace(
+            external_req_id=number, detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens)
+        )
+
+    async def generate(self, prompt: Any, sampling: Any, number: str, lora_request: Any) -> Any:
+        assert sampling.output_kind == "final"
+        assert sampling.flat_logprobs
+        self.ends[number] = asyncio.get_running_loop().create_future()
+        tokens = await self.ends[number]
+        flat = SimpleNamespace(start_indices=[2 * i for i in range(len(tokens))], token_ids=[], logprobs=[])
+        for token in tokens:  # a second entry at each position is not looked at
+            flat.token_ids += [token, -1]
+            flat.logprobs += [-float(token), 0.0]
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason="length")])
+
+
+PARAMS = {"max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1, "stop_ids": []}
+PAUSED = {"mode": "keep", "clear_cache": True}
+
+
+def test_of_a_completion_that_comes_as_a_whole_every_token_has_its_version(fake_vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.modules["vllm"].__dict__["SamplingParams"] = SimpleNamespace
+    kinds = ModuleType("vllm.sampling_params")
+    kinds.__dict__["RequestOutputKind"] = SimpleNamespace(DELTA="delta", FINAL_ONLY="final")
+    monkeypatch.setitem(sys.modules, kinds.__name__, kinds)
+
+    async def work() -> None:
+        engine = Counting()
+        runtime = host_runtime.Runtime({}, make=lambda settings: engine)
+        await runtime.update([{}], 1)
+        assert engine.calls[0] == f"pause {PAUSED}", "nothing is under way, so nothing is waited for"
+        got: dict[int, Any] = {}
+
+        def start(number: int) -> asyncio.Task[str]:
+            return asyncio.create_task(runtime.generate([1], PARAMS, lambda *parts: got.__setitem__(number, parts), stream=False))
+
+        first, second = start(0), start(1)
+        await asyncio.sleep(0)
+        engine.sampled("1", 2)  # the second one has nothing yet
+        engine.calls.clear()
+        await runtime.update([{}], 2)
+        assert engine.calls[0] == f"wait {PAUSED}"
+        engine.sampled("1", 2)
+        engine.sampled("2", 3)
+        await runtime.update([{}], 3)
+        engine.ends["1"].set_result([5, 6, 7, 8])
+        engine.ends["2"].set_result([9, 5, 6, 7])
+        assert await asyncio.gather(first, second) == ["length", "length"]
+        assert got[0] == ([5, 6, 7, 8], [-5.0, -6.0, -7.0, -8.0], [1, 1, 3, 3]), "none was sampled with version 2"
+        assert got[1] == ([9, 5, 6, 7], [-9.0, -5.0, -6.0, -7.0], [2, 2, 2, 3])
+        assert not runtime._under_way
+
+    asyncio.run(asyncio.wait_for(work(), 30))

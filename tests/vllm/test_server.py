@@ -43,7 +43,7 @@ class FakeRuntime:
         if operation in self.broken:
             raise self.broken[operation]
 
-    async def generate(self, prompt: list[int], params: dict[str, Any], each: Callable[..., None]) -> str:
+    async def generate(self, prompt: list[int], params: dict[str, Any], each: Callable[..., None], *, stream: bool) -> str:
         self._do("generate")
         tokens = np.random.default_rng(params["seed"]).integers(0, VALID, params["max_tokens"]).tolist()
         each(tokens, type(self).score([*prompt, *tokens])[len(prompt) :].tolist(), [self.version] * len(tokens))

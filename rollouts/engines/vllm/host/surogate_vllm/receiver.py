@@ -3,7 +3,10 @@
 It is a backend of vLLM's own weight transfer: `start_weight_update`, `update_weights` and `finish_weight_update` drive it, and vLLM's
 layer-wise reload puts the tensors where its kernels want them (on the CPU they are packed anew and the plain weight is dropped; writing
 into the parameters would go unnoticed there). Importing the module registers the backend, so the worker is given an extension class from
-here.
+here (and its process packs log-probabilities, `packed_logprobs`).
+
+On a GPU the first update goes that way; once reading back has proved where every tensor lies, later ones are copied to those very places,
+in a few launches. The parameters' addresses, which CUDA graphs hold, are the same either way.
 
 Three checks, each naming the tensor: the bytes that arrived have the sender's checksum; the names and the engine's parameters are a
 bijection; and after the update the live parameters are read back and compared with what was sent, bit for bit. A weight that only exists
@@ -13,6 +16,7 @@ packed is read back through its own kernel: a product with one-hot rows returns 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import zlib
@@ -24,9 +28,12 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from . import packed_logprobs
+from .checksums import ROW, checksums
+from .layout import Layout
+from .mapping import Mappings
+
 BACKEND = "surogate"
-_WRAPPER = ".base_layer."
-COLUMNS = 64  # of a packed weight that are read back after each update; drawn anew each time
 
 
 @dataclass
@@ -39,14 +46,41 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where tensors lie.
 
     Attributes:
-        path: of memory that can be mapped.
-        size: its bytes.
-        entries: (name, dtype, shape, offset, bytes, CRC-32) of each tensor.
+        size: bytes of the memory.
+        path: of memory of the host that can be mapped; or
+        handle: of a GPU's, for CUDA IPC, in base64.
+        offset: bytes from the start of what `handle` stands for.
+        entries: (name, dtype, shape, offset, bytes, checksum) of each tensor: CRC-32, or two sums of a GPU's memory (`checksums`).
     """
 
-    path: str
     size: int
+    path: str = ""
+    handle: str = ""
+    offset: int = 0
     entries: list[list[Any]] = field(default_factory=list)
+
+
+class Spot:
+    """Where a tensor of a bucket goes in the engine.
+
+    Args:
+        address: of the parameter `target`.
+        sent: the tensor in its bucket.
+        live: the part of the parameter that it is for.
+        part: of `sent`, that goes there.
+    """
+
+    def __init__(self, name: str, target: str, address: int, sent: torch.Tensor, live: torch.Tensor, part: torch.Tensor) -> None:
+        self.name, self.target, self.address = name, target, address
+        self.sent, self.live, self.part = sent, live, part
+        # the next update's values will be in the same memory
+        self.reusable = sent.is_cuda and part.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
+        self.bits = words(live, part) if self.reusable else (live, part)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the same place of a bucket."""
+        sent = self.sent
+        return tensor.data_ptr() == sent.data_ptr() and tensor.shape == sent.shape and tensor.dtype == sent.dtype
 
 
 class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -60,6 +94,12 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._received: dict[str, torch.Tensor] = {}
         self._problems: list[str] = []
         self._updates = 0
+        self._mappings = Mappings(device)
+        self._handles: set[str] = set()  # of this update's buckets
+        self._proved: set[str] = set()  # tensors, if it is known where in the engine every one lies
+        self._direct = False  # this update is copied there
+        self._spots: dict[str, Spot] = {}
+        self._copied: list[Spot] = []  # of this update
         self._open = False
         valid = int((vllm_config.additional_config or {}).get("surogate_valid_vocab", 0))
         if valid:
@@ -73,9 +113,12 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
         if self._open:  # an update that broke off; its layers still wait for tensors
             finalize_layerwise_reload(self.model, self.model_config)
-        self._open = True
-        self._received, self._problems = {}, []
-        initialize_layerwise_reload(self.model)
+        self._open = False
+        self._received, self._problems, self._handles, self._copied = {}, [], set(), []
+        self._direct = bool(self._proved)
+        if not self._direct:
+            self._open = True
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -85,32 +128,73 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(self, update_info: Bucket) -> None:
         """A tensor that is not right is left out and remembered for `verify`, which names all of them."""
         good: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in open_bucket(update_info):
-            problem = tensor if isinstance(tensor, str) else "came twice" if name in self._received else self._layout.misfit(name, tensor)
+        spots: list[Spot] = []
+        for name, tensor in self._tensors(update_info):
+            if isinstance(tensor, str):
+                problem = tensor
+            elif name in self._received:
+                problem = "came twice"
+            elif self._direct:
+                spot = self._spot(name, tensor)
+                problem = spot if isinstance(spot, str) else ""
+                if isinstance(spot, Spot):
+                    spots.append(spot)
+            else:
+                problem = self._layout.misfit(name, tensor)
+                if not problem:
+                    good.append((self._layout.loadable(name), tensor))
             if problem:
                 self._problems.append(f"tensor {name} {problem}")
-            else:
-                assert isinstance(tensor, torch.Tensor)
+            elif isinstance(tensor, torch.Tensor):
                 self._received[name] = tensor
-                good.append((self._layout.loadable(name), tensor))
-        self.model.load_weights(good)
+        if spots:
+            torch._foreach_copy_([spot.live for spot in spots], [spot.part for spot in spots])
+            self._copied += spots
+        elif not self._direct:
+            self.model.load_weights(good)
+
+    def _spot(self, name: str, tensor: torch.Tensor) -> Spot | str:
+        """Where a tensor goes, as long as the engine's parameter is where it was; or why it cannot be loaded."""
+        spot = self._spots.get(name)
+        if spot is not None and spot.takes(tensor) and self._layout.address(spot.target) == spot.address:
+            return spot
+        if problem := self._layout.misfit(name, tensor):
+            return problem
+        target, _ = self._layout.place(name)
+        try:
+            live, part, _ = self._layout.read_back(name, target, tensor, 0)
+        except ValueError as error:
+            return f"cannot be loaded ({error})"
+        spot = Spot(name, target, self._layout.address(target), tensor, live, part)
+        if spot.reusable:
+            self._spots[name] = spot
+        return spot
+
+    def _tensors(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor | str]]:
+        if not bucket.handle:
+            return open_bucket(bucket)
+        self._handles.add(bucket.handle)
+        return read_bucket(self._mappings.memory(bucket.handle, bucket.offset, bucket.size), bucket)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._layout.pack_tied()
+        if self._open:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._layout.pack_tied()
         self._open = False
 
     def verify(self) -> dict[str, Any]:
-        """Checks the update that just ended, and lets go of the buckets.
+        """Checks the update that just ended, and lets go of the buckets (of a GPU's memory, of what this update had no part in).
 
         Returns: how many `tensors` came, how many of them were read back `packed`, and the `problems`.
         """
         self._updates += 1
-        problems = self._problems + self._layout.gaps(self._received)
-        packed = 0
-        for name, sent in self._received.items():
+        problems, packed = self._problems, 0
+        if not self._direct or self._received.keys() != self._proved:
+            problems += self._layout.gaps(self._received)
+        found: list[tuple[str, torch.Tensor, torch.Tensor]] = [(self._differs(spot.name, spot.target), *spot.bits) for spot in self._copied]
+        for name, sent in [] if self._direct else self._received.items():
             for target in self._layout.holders(name):
                 try:
                     live, expected, was_packed = self._layout.read_back(name, target, sent, self._updates)
@@ -118,155 +202,30 @@ class BucketTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                     problems.append(f"tensor {name} cannot be read back ({error})")
                     continue
                 packed += was_packed
-                if not torch.equal(live.cpu(), expected.cpu()):
-                    problems.append(f"tensor {name} is not in the engine as it was sent" + (f" ({target})" if target != name else ""))
+                found.append((self._differs(name, target), live, expected))
+        same = equal((live, expected) for _, live, expected in found)
+        problems += [message for (message, _, _), right in zip(found, same, strict=True) if not right]
         report = {"tensors": len(self._received), "packed": packed, "problems": problems}
-        self._received, self._problems = {}, []
+        places_are_known = not problems and not packed and self.device.type == "cuda" and self._layout.plain
+        self._proved = set(self._received) if places_are_known else set()
+        self._received, self._problems, self._copied = {}, [], []
+        if not self._proved:
+            self._spots = {}
+        self._mappings.keep(self._handles)
         return report
 
+    @staticmethod
+    def _differs(name: str, target: str) -> str:
+        return f"tensor {name} is not in the engine as it was sent" + (f" ({target})" if target != name else "")
+
     def shutdown(self) -> None:
-        self._received = {}
+        self._received, self._spots, self._copied = {}, {}, []
+        self._mappings.keep(())
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Of the sender's side, which older versions of vLLM declare here; the run has a sender of its own."""
         raise RuntimeError("buckets are filled by the run, not by vLLM")
-
-
-class Layout:
-    """How the model's parameters hold the tensors of a checkpoint: which are fused (q, k and v in one), which share their memory."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._fused: dict[str, tuple[str, list[str]]] = {}
-        for fused, parts in (getattr(model, "packed_modules_mapping", None) or {}).items():
-            if len(parts) > 1:
-                self._fused |= {part: (fused, list(parts)) for part in parts}
-        # vLLM wraps modules that may get adapters, and its parameters are named accordingly; a checkpoint's are not
-        actual = dict(model.named_parameters(remove_duplicate=False))
-        self._actual = {name.replace(_WRAPPER, "."): name for name in actual}
-        self._parameters = {name: id(actual[its]) for name, its in self._actual.items()}
-
-    def place(self, name: str) -> tuple[str, list[str]]:
-        """The parameter that holds the tensor `name`, and all tensors that it holds, in their order."""
-        path = name.split(".")
-        for i, part in enumerate(path):
-            if part in self._fused:
-                fused, parts = self._fused[part]
-                target = ".".join([*path[:i], fused, *path[i + 1 :]])
-                if target in self._parameters:
-                    return target, [".".join([*path[:i], sibling, *path[i + 1 :]]) for sibling in parts]
-        return name, [name]
-
-    def _find(self, target: str) -> tuple[Any, str]:
-        """The module that has a parameter, and the parameter's name there."""
-        module, _, leaf = self._actual[target].rpartition(".")
-        return self._model.get_submodule(module), leaf
-
-    def loadable(self, name: str) -> str:
-        """The name under which vLLM's loader takes a tensor: later versions see through the wrapper of a module that may get adapters,
-        older ones want to be told of it."""
-        target, _ = self.place(name)
-        wrapper, wrapped, _ = self._actual[target].partition(_WRAPPER)
-        if not wrapped or callable(getattr(self._model.get_submodule(wrapper), "load_weights", None)):
-            return name
-        stem, _, leaf = name.rpartition(".")
-        return f"{stem}{_WRAPPER}{leaf}"
-
-    def misfit(self, name: str, tensor: torch.Tensor) -> str:
-        """Why a tensor cannot be loaded; empty if it can. Between start and finish, when parameters have their checkpoint's shapes."""
-        target, parts = self.place(name)
-        if target not in self._parameters:
-            return "is not in the engine's model"
-        module, leaf = self._find(target)
-        if getattr(module, "tp_size", 1) > 1:
-            return ""  # a rank holds a part of it; reading back compares that
-        shape = list(getattr(module, leaf).shape)
-        if parts != [name] and hasattr(module, "output_sizes"):
-            shape[0] = module.output_sizes[parts.index(name)]
-        elif hasattr(module, "org_vocab_size"):
-            shape[0] = module.org_vocab_size  # rows beyond are padding of the engine's own
-        return "" if list(tensor.shape) == shape else f"has shape {list(tensor.shape)}, the engine's model has {shape}"
-
-    def gaps(self, received: Iterable[str]) -> list[str]:
-        """What keeps the names that came and the engine's parameters from being a bijection."""
-        names = set(received)
-        found: list[str] = []
-        covered: dict[int, str] = {}
-        for name in received:
-            target, parts = self.place(name)
-            key = self._parameters[target]
-            if covered.setdefault(key, target) != target:
-                found.append(f"tensors {covered[key]} and {name} are one parameter of the engine (tied)")
-            found += [f"tensor {part} did not come" for part in parts if part not in names]
-        for name, key in self._parameters.items():
-            if key not in covered:
-                found.append(f"tensor {name} did not come")
-        return list(dict.fromkeys(found))
-
-    def holders(self, name: str) -> list[str]:
-        """The parameters that hold the tensor `name`: one, or several names of one memory (a tied head)."""
-        target, _ = self.place(name)
-        key = self._parameters[target]
-        return [target, *(other for other, its in self._parameters.items() if its == key and other != target and name == target)]
-
-    def pack_tied(self) -> None:
-        """vLLM's reload packs a weight anew for the module that it was loaded into. A tied head has a packing of its own on the CPU, made
-        from the weight of before: it is made again."""
-        seen: set[int] = set()
-        for name, key in self._parameters.items():
-            module, _ = self._find(name)
-            if key in seen and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
-            seen.add(key)
-
-    def read_back(self, name: str, target: str, sent: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """What the parameter `target` has of a tensor, what it should be, and whether it was read through a kernel.
-
-        Raises:
-            ValueError: the live parameter cannot hold the tensor.
-        """
-        parts = self.place(name)[1]
-        module, leaf = self._find(target)
-        live = getattr(module, leaf).data
-        packed = leaf == "weight" and hasattr(module, "cpu_linear") and sent.ndim == 2
-        if packed:
-            width = getattr(module, "input_size_per_partition", None) or module.embedding_dim
-            chosen = torch.randperm(width, generator=torch.Generator().manual_seed(seed))[:COLUMNS]
-            rows = torch.zeros(len(chosen), width, dtype=sent.dtype)
-            rows[torch.arange(len(chosen)), chosen] = 1
-            live = module.quant_method.apply(module, rows, None).T
-            sent = sent[:, chosen]
-        if parts != [name]:
-            # fused parameters hold their parts one below the other; heights follow from the module's own bookkeeping
-            sizes = [size // module.tp_size for size in module.output_sizes]
-            if len(sizes) != len(parts):
-                raise ValueError(f"{target} has {len(sizes)} parts, expected {len(parts)}")
-            first = sum(sizes[: parts.index(name)])
-            live = live[first : first + sizes[parts.index(name)]]
-        elif hasattr(module, "org_vocab_size"):
-            # rows beyond the vocabulary are padding of the engine's own
-            first = module.tp_rank * live.shape[0]
-            sent = sent[first : first + live.shape[0]]
-            live = live[: len(sent)]
-        return live, _shard(sent, live, module, target), packed
-
-
-def _shard(sent: torch.Tensor, live: torch.Tensor, module: Any, target: str) -> torch.Tensor:
-    """The part of a whole tensor that this rank holds (all of it without tensor parallelism)."""
-    if sent.shape == live.shape:
-        return sent.to(live.dtype)
-    size, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
-    for dim in range(min(sent.ndim, live.ndim)):
-        if sent.shape[:dim] + sent.shape[dim + 1 :] != live.shape[:dim] + live.shape[dim + 1 :]:
-            continue
-        length = live.shape[dim]
-        replicas = max(1, size * length // max(1, sent.shape[dim]))  # key and value heads may be fewer than ranks
-        first = rank // replicas * length
-        part = sent.narrow(dim, first, max(0, min(length, sent.shape[dim] - first)))
-        if part.shape == live.shape:
-            return part.to(live.dtype)
-    raise ValueError(f"{target} has shape {list(live.shape)}, which holds no part of {list(sent.shape)}")
 
 
 def open_bucket(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor | str]]:
@@ -279,15 +238,51 @@ def open_bucket(bucket: Bucket) -> Iterator[tuple[str, torch.Tensor | str]]:
     view = memoryview(memory)
     for name, dtype, shape, offset, length, checksum in bucket.entries:
         kind = getattr(torch, dtype)
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = math.prod(shape)
         if offset + length > bucket.size or count * kind.itemsize != length:
             yield name, f"is cut: {length} bytes at {offset} of {bucket.size} for shape {shape} ({dtype})"
         elif zlib.crc32(view[offset : offset + length]) != checksum:
             yield name, "did not arrive as it was sent (checksum)"
         else:
             yield name, torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(shape)
+
+
+def read_bucket(memory: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor | str]]:
+    """The tensors of a bucket whose `memory` (uint8 [size]) is on a device, likewise. Its checksums are formed all at once."""
+    flaws: dict[int, str] = {}
+    for number, (_, dtype, shape, offset, length, _) in enumerate(bucket.entries):
+        count = math.prod(shape)
+        if offset % ROW or offset + length > bucket.size or count * getattr(torch, dtype).itemsize != length:
+            flaws[number] = f"is cut: {length} bytes at {offset} of {bucket.size} for shape {shape} ({dtype})"
+    whole = [number for number in range(len(bucket.entries)) if number not in flaws]
+    sums = checksums(memory, [(bucket.entries[number][3], bucket.entries[number][4]) for number in whole])
+    for number, found in zip(whole, sums, strict=True):
+        if tuple(bucket.entries[number][5]) != found:
+            flaws[number] = "did not arrive as it was sent (checksum)"
+    for number, (name, dtype, shape, offset, length, _) in enumerate(bucket.entries):
+        yield name, flaws.get(number) or memory[offset : offset + length].view(getattr(torch, dtype)).view(shape)
+
+
+def equal(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Of each pair, whether both have the same values: of a GPU's, the same bits, and the host waits once for all of them."""
+    flags: list[torch.Tensor] = []
+    for live, expected in pairs:
+        if live.device.type == "cpu":
+            flags.append(torch.tensor(torch.equal(live, expected)))
+        else:
+            one, other = words(live, expected.to(live.device, non_blocking=True))
+            flags.append((one == other).all())
+    return torch.stack(flags).tolist() if flags else []
+
+
+def words(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Their bits, as integers that are as wide as both of them allow."""
+    if not one.is_floating_point():
+        return one, other
+    if all(each.is_contiguous() and each.nbytes % 8 == 0 and each.data_ptr() % 8 == 0 for each in (one, other)):
+        return one.flatten().view(torch.int64), other.flatten().view(torch.int64)
+    narrow = {2: torch.int16, 4: torch.int32}[one.itemsize]
+    return one.view(narrow), other.view(narrow)
 
 
 def mask_logits(model: Any, valid: int) -> None:
@@ -356,3 +351,4 @@ class Extension:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)
+packed_logprobs.install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -44,10 +45,15 @@ class Runtime:
         self._updating = asyncio.Lock()
         self._updates: set[asyncio.Task[dict[str, Any]]] = set()
         self._requests = 0
+        self._under_way: dict[str, list[tuple[int, int]]] = {}  # by request: from which token on it has which version
         self._engine = (make or _start)(settings)
 
-    async def generate(self, prompt: list[int], params: dict[str, Any], each: Callable[[list[int], list[float], list[int]], None]) -> str:
-        """Samples one completion; `each` gets (tokens, log-probabilities, versions) as they come. Cancelling aborts it.
+    async def generate(
+        self, prompt: list[int], params: dict[str, Any], each: Callable[[list[int], list[float], list[int]], None], *, stream: bool = True
+    ) -> str:
+        """Samples one completion; `each` gets (tokens, log-probabilities, versions), with `stream` as they come, else once: vLLM then makes
+        nothing of a token until the last one is there, which is the better part of what a token costs outside its kernels. Cancelling
+        aborts it.
 
         Returns: "stop" or "length".
         """
@@ -55,6 +61,7 @@ class Runtime:
         from vllm.sampling_params import RequestOutputKind
 
         self._requests += 1
+        number = str(self._requests)
         make = partial(
             SamplingParams,
             max_tokens=params["max_tokens"],
@@ -66,24 +73,37 @@ class Runtime:
             stop_token_ids=params["stop_ids"],
             ignore_eos=True,  # the run's stop ids are all that stop it
             logprobs=0,
+            flat_logprobs=not stream,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         )
         finish: str | None = None
-        with _errors():
-            sampling = make()
-            async for output in self._engine.generate(
-                {"prompt_token_ids": prompt}, sampling, str(self._requests), lora_request=self._adapter
-            ):
-                (sample,) = output.outputs
-                tokens = list(sample.token_ids)
-                if tokens:
-                    logps = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
-                    each(tokens, logps, [self.version] * len(tokens))
-                finish = sample.finish_reason
+        changes = self._under_way[number] = [(0, self.version)]
+        try:
+            with _errors():
+                sampling = make()
+                async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, number, lora_request=self._adapter):
+                    (sample,) = output.outputs
+                    tokens = list(sample.token_ids)
+                    finish = sample.finish_reason
+                    if tokens and stream:
+                        logps = [position[token].logprob for position, token in zip(sample.logprobs, tokens, strict=True)]
+                        each(tokens, logps, [self.version] * len(tokens))
+                    elif tokens:
+                        each(tokens, _sampled_logprobs(sample.logprobs, tokens), _versions(changes, len(tokens)))
+        finally:
+            del self._under_way[number]
         if finish not in ("stop", "length"):
             raise Dead(f"vLLM ended a request as {finish}")
         return finish
+
+    def _raise_version(self, version: int) -> None:
+        """From here on, tokens are of another version. While it is stopped: all that was sampled before has been handed over."""
+        if self._under_way:
+            so_far = compat.sampled_so_far(self._engine)
+            for number, changes in self._under_way.items():
+                changes.append((so_far.get(number, 0), version))
+        self.version = version
 
     async def pause(self) -> None:
         """Holds every request until `resume`, through updates too."""
@@ -99,7 +119,7 @@ class Runtime:
         Returns when every token that was sampled has been handed over. Prefix caches are empty then."""
         if not self._stopped:
             with _errors():
-                await self._engine.pause_generation(mode="keep", clear_cache=True)
+                await compat.pause(self._engine, lambda: bool(self._under_way))
             self._stopped = True
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
@@ -162,7 +182,7 @@ class Runtime:
         problems = list(dict.fromkeys(problem for report in reports for problem in report["problems"]))
         seconds = {"pause": paused - start, "load": loaded - paused, "verify": time.perf_counter() - loaded}
         if not problems:
-            self.version = version
+            self._raise_version(version)
             self._broken.discard("weights")
             await self._go_on()
         return {"problems": problems, "tensors": reports[0]["tensors"], "packed": reports[0]["packed"], "seconds": seconds}
@@ -201,7 +221,7 @@ class Runtime:
         if not loaded:
             problems.append("vLLM did not load the adapter")
         if not problems:
-            self.version = version
+            self._raise_version(version)
             self._broken.discard("adapter")
             await self._go_on()
         seconds = {"pause": paused - start, "load": load - paused, "verify": time.perf_counter() - load}
@@ -227,6 +247,22 @@ class Runtime:
         shutil.rmtree(self._adapter_folder, ignore_errors=True)
 
 
+def _sampled_logprobs(flat: Any, tokens: list[int]) -> list[float]:
+    """Of vLLM's flat log-probabilities those of the sampled tokens, which come first at each position."""
+    if [flat.token_ids[start] for start in flat.start_indices] != tokens:
+        raise Dead("vLLM's log-probabilities are not those of the sampled tokens")
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def _versions(changes: list[tuple[int, int]], count: int) -> list[int]:
+    """Of each of `count` tokens, from (first token, version) in order of time."""
+    versions: list[int] = []
+    for index, (first, version) in enumerate(changes):
+        end = changes[index + 1][0] if index + 1 < len(changes) else count
+        versions += [version] * (end - first)
+    return versions
+
+
 def _start(settings: dict[str, Any]) -> Any:
     """vLLM's engine with random weights."""
     from vllm import AsyncEngineArgs
@@ -239,7 +275,7 @@ def _start(settings: dict[str, Any]) -> Any:
     try:
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
             json.dump(settings["model_config"], file)
-        return AsyncLLM.from_engine_args(
+        engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=folder,
                 load_format="dummy",
@@ -256,6 +292,9 @@ def _start(settings: dict[str, Any]) -> Any:
                 **settings["engine_args"],
             )
         )
+        gc.collect()
+        gc.freeze()  # what has been imported stays; looking through it again and again would hold up what is sampled
+        return engine
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

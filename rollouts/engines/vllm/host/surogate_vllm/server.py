@@ -251,7 +251,7 @@ class _Session:
                 logps.extend(their)
                 versions.extend(from_version)
 
-        finish = await runtime.generate(header["prompt"], header["params"], each)
+        finish = await runtime.generate(header["prompt"], header["params"], each, stream=stream)
         return {"finish": finish, "tokens": tokens, "logps": logps, "versions": versions}
 
     def _keep(self, index: int, body: bytes) -> None:
@@ -261,7 +261,7 @@ class _Session:
         self._buckets[index].fill(body)
 
     def _locate(self, bucket: dict[str, Any]) -> dict[str, Any]:
-        if "path" in bucket:
+        if "path" in bucket or "handle" in bucket:
             if not self._server.own:
                 raise Rejected("weights have to be sent to a server that the user has started")
             return bucket
