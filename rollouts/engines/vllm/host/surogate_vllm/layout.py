@@ -140,7 +140,7 @@ class Layout:
             live = live[first : first + sizes[parts.index(name)]]
         elif hasattr(module, "org_vocab_size"):
             # rows beyond the vocabulary are padding of the engine's own
-            first = module.tp_rank * live.shape[0]
+            first = module.shard_indices.org_vocab_start_index
             sent = sent[first : first + live.shape[0]]
             live = live[: len(sent)]
         return live, _shard(sent, live, module, target), packed
