@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from surogate_rl.files import user_path
 from surogate_rl.rewards.call import CallPlan, plan_call
 from surogate_rl.rewards.registry import BUILTINS, RewardError, build, mark_of, nearest
 from surogate_rl.rewards.worker import FileSource, PickledSource, attribute, module_of_file, short_traceback
@@ -126,7 +127,7 @@ def _from_file(path: str, function_name: str, options: dict[str, Any]) -> _Found
 
 
 def _find(path: str, label: str) -> Path:
-    file = Path(path).expanduser().resolve()
+    file = user_path(path).resolve()
     if file.is_file():
         return file
     near = [sibling.name for sibling in file.parent.glob("*.py")] if file.parent.is_dir() else []

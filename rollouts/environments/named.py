@@ -6,10 +6,10 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from surogate_rl.errors import InputError
+from surogate_rl.files import user_path
 from surogate_rl.rewards.worker import attribute, module_of_file, short_traceback
 from surogate_rl.rollouts.seeds import derive_seed
 from surogate_rl.rollouts.types import Task
@@ -74,7 +74,7 @@ def load_named(label: str) -> Any:
         EnvironmentConfigError: no such file or name, or importing the file failed.
     """
     path, _, name = label.rpartition(":")
-    file = Path(path).expanduser().resolve()
+    file = user_path(path).resolve()
     if not file.is_file():
         raise EnvironmentConfigError(f"environment: {label!r}: there is no file {file}")
     try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from surogate_rl.config import overrides
 from surogate_rl.config.errors import KeyPath
+from surogate_rl.files import user_path
 
 WHERE = "paths count from the configuration's folder, then from the folder you start in"
 _TOP = ("model", "tokenizer", "chat_template", "adapter")
@@ -63,7 +64,7 @@ def _anchored(text: str, folder: Path) -> str:
         path, colon, function = text.rpartition(":")
         if match := _KIND.match(path):
             kind, path = match.group(), path[match.end() :]
-    expanded = Path(path).expanduser()
+    expanded = user_path(path)
     try:
         there = not expanded.is_absolute() and (folder / expanded).exists()
     except OSError:  # such as a chat template's text, too long for a name

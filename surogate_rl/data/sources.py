@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from surogate_rl.config.paths import WHERE
 from surogate_rl.data.report import DataError, MissingData
+from surogate_rl.files import user_path
 
 if TYPE_CHECKING:
     import datasets as hf
@@ -74,7 +75,7 @@ def open_source(config: DatasetConfig, seed: int) -> Source:
 
 
 def _stored(config: DatasetConfig) -> Source:
-    path = Path(config.path).expanduser()
+    path = user_path(config.path)
     if path.is_file():
         source = _read_files([path], str(config.path))
         return _sliced(source, config, "train")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from surogate_rl.files import user_path
 from surogate_rl.learner import LORA_TARGETS, Learner, LoraSettings
 from surogate_rl.models.errors import ModelError
 from surogate_rl.models.family import Family, Shape
@@ -147,7 +148,7 @@ def load_adapter(learner: Learner, directory: str | Path) -> None:
 
 
 def _existing(directory: str | Path) -> Path:
-    path = Path(directory).expanduser()
+    path = user_path(directory)
     if not path.is_dir():
         raise ModelError(f"adapter {str(directory)!r}: there is no such directory; give one that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
     return path

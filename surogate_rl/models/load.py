@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from surogate_rl import _core
+from surogate_rl.files import user_path
 from surogate_rl.models.errors import ModelError
 from surogate_rl.models.family import Family, SpecFields, weight_shapes
 from surogate_rl.models.gguf import converted_gguf, earlier_conversion, gguf_config, plain_config
@@ -118,7 +119,7 @@ def inspect_model(path: str, *, tokenizer: str | None = None, init: Literal["pre
     """
     if tokenizer is not None:
         load_tokenizer(tokenizer)
-    local = Path(path).expanduser()
+    local = user_path(path)
     made = earlier_conversion(local) if is_gguf(path) and local.is_file() else None
     if made is None and is_gguf(path) and local.is_file():
         config = gguf_config(local)
@@ -147,7 +148,7 @@ def count_sampled_ids(path: str, vocab: int, *, tokenizer: str | None = None) ->
         ModelError: there is no usable tokenizer.
     """
     if tokenizer is None and is_gguf(path):
-        made = earlier_conversion(Path(path).expanduser())
+        made = earlier_conversion(user_path(path))
         if made is None:
             return 0
         tokenizer = str(made)
@@ -178,7 +179,7 @@ def load_model(
     """
     if init not in ("pretrained", "random"):
         raise ModelError(f"init must be 'pretrained' or 'random', got {init!r}")
-    local = Path(path).expanduser()
+    local = user_path(path)
     directory = converted_gguf(local) if is_gguf(path) and local.is_file() else local_directory(path, weights=init == "pretrained")
     described = _describe_directory(directory)
     config, fields = described.config, described.fields

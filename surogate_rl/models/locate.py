@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from surogate_rl.files import user_path
 from surogate_rl.models.errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -24,7 +25,7 @@ def local_directory(path: str, *, weights: bool) -> Path:
     Raises:
         ModelError: there is no such directory, and the hub cannot give it.
     """
-    local = Path(path).expanduser()
+    local = user_path(path)
     if local.is_dir():
         return local
     if local.name == "config.json" and local.is_file():

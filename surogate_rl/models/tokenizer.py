@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from surogate_rl.files import user_path
 from surogate_rl.models.errors import ModelError
 from surogate_rl.models.locate import local_directory
 
@@ -45,7 +45,7 @@ def read_chat_template(text_or_path: str) -> str:
     """
     text, where = text_or_path, "chat_template"
     if "{{" not in text and "{%" not in text:
-        path = Path(text).expanduser()
+        path = user_path(text)
         if not path.is_file():
             raise ModelError(f"chat_template {text!r} is neither Jinja text (it has no {{{{ or {{%) nor an existing file")
         text, where = path.read_text(encoding="utf-8"), f"chat_template {path}"

@@ -7,13 +7,13 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 
 from surogate_rl.batch import PackedBatch, Totals
 from surogate_rl.errors import InputError
+from surogate_rl.files import user_path
 from surogate_rl.objectives.base import Loss, TokenStats, Unit
 from surogate_rl.objectives.mismatch import measured
 
@@ -99,7 +99,7 @@ def load_user_objective(spec: str, args: Mapping[str, Any] | None = None) -> Use
     path_text, _, function_name = spec.rpartition(":")
     if not path_text.endswith(".py"):
         raise ObjectiveError(f"loss_type: expected path/file.py:fn, got '{spec}'")
-    path = Path(path_text).expanduser()
+    path = user_path(path_text)
     if not path.is_file():
         raise ObjectiveError(f"loss_type: {spec}: there is no file {path}")
     if not function_name.isidentifier():

@@ -65,15 +65,23 @@ class RolloutLog:
     def __init__(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self._directory = directory
         self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}  # of single tokens, as far as they have come up
 
     def write(self, step: int, groups: Sequence[Group]) -> Path:
         self._directory.mkdir(parents=True, exist_ok=True)
-        rows = [self._row(step, episode) for group in groups for episode in group.episodes]
+        episodes = [episode for group in groups for episode in group.episodes]
+        self._decode({token for episode in episodes for segment in episode.segments for token in segment.tokens})
+        rows = [self._row(step, episode) for episode in episodes]
         path = self._directory / f"step-{step:08d}.parquet"
         aside = path.with_suffix(".partial")
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), aside, compression="zstd")
         aside.replace(path)
         return path
+
+    def _decode(self, tokens: set[int]) -> None:
+        """Texts of those that are new, at once: a call for each token of a step would take longer than learning from it."""
+        if new := sorted(tokens - self._texts.keys()):
+            self._texts |= zip(new, self._tokenizer.batch_decode([[token] for token in new]), strict=True)
 
     def _row(self, step: int, episode: Episode) -> dict[str, Any]:
         sampled = [
@@ -94,7 +102,7 @@ class RolloutLog:
             "prompt": self._tokenizer.decode(prompt),
             "completion": episode.completion,
             "tokens": [token for token, _, _ in sampled],
-            "token_texts": [self._tokenizer.decode([token]) for token, _, _ in sampled],
+            "token_texts": [self._texts[token] for token, _, _ in sampled],
             "logps": [logp for _, logp, _ in sampled],
             "reward": episode.reward,
             "rewards": _json(episode.rewards),

@@ -166,6 +166,11 @@ _names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), 
 _plain = st.none() | st.booleans() | st.integers(-1000, 1000) | st.floats(allow_nan=False, allow_infinity=False) | _names
 
 
+def test_a_home_that_nobody_has_is_a_name_like_any_other(tmp_path: Path) -> None:
+    config = load(tmp_path, GRPO, sets=("model=~0",))
+    assert config.model == "~0"
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     rate=st.floats(1e-12, 1e3),

@@ -34,6 +34,7 @@ from surogate_rl.trainers.event_loop import EventLoop
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = 2048
+TOGETHER = 16  # sequences that an engine samples at a time
 ADAPTER_SCALE = 0.4
 VOCAB, VALID = 320, 256  # the model's vocabulary is padded beyond the tokenizer's
 
@@ -106,7 +107,7 @@ def randomise(learner: Learner, seed: int, scale: float, *, adapter: bool = Fals
 def make_options(python: str, log: Path, config: dict[str, Any] = LLAMA, **changes: Any) -> VllmOptions:
     arguments = {
         "max_model_len": CONTEXT,
-        "max_num_seqs": 16,
+        "max_num_seqs": TOGETHER,
         "kv_cache_memory_bytes": 64 << 20,
         "enforce_eager": True,
         "seed": 0,
@@ -147,28 +148,26 @@ class Counting(StopStrings):
 
 
 class UnderWay:
-    """Requests that go on until they are told to finish, or for as long as the context is; their tokens arrive one by one.
+    """Requests that last: each for as long as the context is, and more of them than are sampled together.
 
-    The engine does not wait for whoever reads: it may be at the end before the first tokens are seen here.
-    A test that has to catch it before that asks whether it has, and else tries again.
+    The engine does not wait for whoever reads, so on a machine that is slow here and quick there it may be at the end before the first
+    tokens are seen. A test that has to catch it before that asks whether it has, and else tries again.
     """
 
-    most = CONTEXT - 1
+    count = TOGETHER + 8
 
     def __init__(self) -> None:
         self.tasks: list[asyncio.Task[Completion]] = []
-        self.seen: list[Counting] = []
+        self.seen: list[Counting] = []  # of those that are streamed
 
     @property
     def tokens(self) -> list[int]:
         return [each.tokens for each in self.seen]
 
-    async def more(self, tokens: int) -> None:
-        """Waits until each has that many tokens more, or all that it can have."""
-        wanted = [each.tokens + tokens for each in self.seen]
-        while len(self.seen) < len(self.tasks) or any(n < min(least, self.most) for n, least in zip(self.tokens, wanted, strict=True)):
+    async def go_on(self, before: list[int]) -> None:
+        """Waits until any has more tokens than `before`, or all are at their end."""
+        while self.tokens == before and not all(task.done() for task in self.tasks):
             await asyncio.sleep(0.002)
-            wanted += [tokens] * (len(self.seen) - len(wanted))
 
     async def stand_still(self, seconds: float) -> list[int]:
         """Waits until none has had a token for so long; how many each has then."""
@@ -179,6 +178,7 @@ class UnderWay:
         return before
 
     async def finish(self) -> list[Completion]:
+        """Ends those that are streamed; the others go on to their end."""
         for each in self.seen:
             each.found = True
         return await asyncio.gather(*self.tasks)
@@ -222,8 +222,8 @@ class Bench:
 
         return self.run(all_of_them())
 
-    async def under_way(self, count: int) -> UnderWay:
-        """Requests that have ten tokens each and go on. Their prompts and seeds are 0, 1, ..."""
+    async def under_way(self, *, streamed: bool) -> UnderWay:
+        """Requests of which some have tokens. Their prompts and seeds are 0, 1, ..."""
         result = UnderWay()
 
         def counted(*arguments: Any) -> Counting:
@@ -231,10 +231,15 @@ class Bench:
             return result.seen[-1]
 
         with mock.patch.object(vllm_engine, "StopStrings", counted):
-            for number in range(count):
-                request = GenerateRequest([number], SamplingParams(UnderWay.most, seed=number, stop=NEVER))
+            for number in range(UnderWay.count):
+                request = GenerateRequest([number], SamplingParams(CONTEXT - 1, seed=number, stop=NEVER if streamed else ()))
                 result.tasks.append(asyncio.ensure_future(self.engine.generate(request)))
-            await result.more(10)
+            if streamed:
+                while len(result.seen) < UnderWay.count:
+                    await asyncio.sleep(0.002)
+                await result.go_on([0] * UnderWay.count)
+            else:
+                await asyncio.sleep(0.3)
         return result
 
     def sync(self) -> dict[str, float]:

@@ -104,21 +104,32 @@ def test_after_an_update_that_failed_nothing_runs_until_one_succeeds(fake_vllm: 
 
 
 class Counting(FakeAsyncLLM):
-    """Hands over final outputs, as it is told to; its requests are known to the output processor."""
+    """Hands over final outputs, as it is told to; its requests are known to the output processor.
+
+    As vLLM's, its core says that it has stopped when all outputs are sent, whatever the task that handles them has come to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.go_on.set()
         self.states: dict[str, Any] = {}
         self.output_processor = SimpleNamespace(request_states=self.states)
-        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause_scheduler)
+        self.queue: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause_scheduler, outputs_queue=self.queue)
+        self.output_handler = asyncio.ensure_future(self.handle())
+        self.late: list[tuple[str, int]] = []  # outputs that the core sends when it is about to stop
         self.ends: dict[str, asyncio.Future[list[int]]] = {}
+
+    async def handle(self) -> None:
+        while True:
+            output = await self.queue.get()
+            await asyncio.sleep(0.05)
+            self.sampled(*output)
 
     async def pause_scheduler(self, **options: Any) -> None:
         self.calls.append(f"pause {options}")
-
-    async def pause_generation(self, **options: Any) -> None:
-        self.calls.append(f"wait {options}")
+        for output in self.late:
+            self.queue.put_nowait(output)
 
     def sampled(self, number: str, tokens: int) -> None:
         self.states[f"{number}-internal"] = SimpleNamespace(
@@ -151,7 +162,7 @@ def test_of_a_completion_that_comes_as_a_whole_every_token_has_its_version(fake_
         engine = Counting()
         runtime = host_runtime.Runtime({}, make=lambda settings: engine)
         await runtime.update([{}], 1)
-        assert engine.calls[0] == f"pause {PAUSED}", "nothing is under way, so nothing is waited for"
+        assert engine.calls[0] == f"pause {PAUSED}"
         got: dict[int, Any] = {}
 
         def start(number: int) -> asyncio.Task[str]:
@@ -159,12 +170,9 @@ def test_of_a_completion_that_comes_as_a_whole_every_token_has_its_version(fake_
 
         first, second = start(0), start(1)
         await asyncio.sleep(0)
-        engine.sampled("1", 2)  # the second one has nothing yet
-        engine.calls.clear()
+        engine.late = [("1", 1), ("1", 2)]  # the second one has nothing yet
         await runtime.update([{}], 2)
-        assert engine.calls[0] == f"wait {PAUSED}"
-        engine.sampled("1", 2)
-        engine.sampled("2", 3)
+        engine.late = [("2", 3)]
         await runtime.update([{}], 3)
         engine.ends["1"].set_result([5, 6, 7, 8])
         engine.ends["2"].set_result([9, 5, 6, 7])
@@ -172,5 +180,6 @@ def test_of_a_completion_that_comes_as_a_whole_every_token_has_its_version(fake_
         assert got[0] == ([5, 6, 7, 8], [-5.0, -6.0, -7.0, -8.0], [1, 1, 3, 3]), "none was sampled with version 2"
         assert got[1] == ([9, 5, 6, 7], [-9.0, -5.0, -6.0, -7.0], [2, 2, 2, 3])
         assert not runtime._under_way
+        engine.output_handler.cancel()
 
     asyncio.run(asyncio.wait_for(work(), 30))

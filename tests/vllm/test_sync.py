@@ -47,13 +47,14 @@ def test_prompts_that_were_cached_are_computed_anew(bench: Any) -> None:
     assert bench.gap([prompt] * 4, completions) < 1e-4
 
 
-def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_requests_under_way_go_on_with_the_new_weights(bench: Any, streamed: bool) -> None:
     """Every token says which weights it was sampled with, and has their log-probability given all tokens before it."""
 
     async def body(new: int) -> list[Completion]:
-        requests = await bench.under_way(4)
+        requests = await bench.under_way(streamed=streamed)
         await bench.engine.update_weights(bench.learner, new)
-        await requests.more(100)
+        await requests.go_on(requests.tokens)
         return await requests.finish()
 
     for _ in range(TRIES):
@@ -63,39 +64,45 @@ def test_requests_under_way_go_on_with_the_new_weights(bench: Any) -> None:
         bench.randomise(32)  # the engine has weights of its own
         completions = bench.run(body(new))
         bench.version = new
-        if all(completion.versions[-1] == new for completion in completions):
+        caught = [number for number, completion in enumerate(completions) if {old, new} <= set(completion.versions)]
+        if caught:
             break
-    after = [bench.score([number, *c.tokens])[1:] for number, c in enumerate(completions)]
+    assert caught
+    assert {version for completion in completions for version in completion.versions} == {old, new}
+    chosen = {number: completions[number] for number in caught[:4]}
+    after = {number: bench.score([number, *c.tokens])[1:] for number, c in chosen.items()}
     bench.randomise(31)
-    before = [bench.score([number, *c.tokens])[1:] for number, c in enumerate(completions)]
+    before = {number: bench.score([number, *c.tokens])[1:] for number, c in chosen.items()}
     bench.randomise(32)
-    for completion, by_old, by_new in zip(completions, before, after, strict=True):
+    for number, completion in chosen.items():
         versions = np.asarray(completion.versions)
-        assert set(versions.tolist()) == {old, new}
         assert (np.diff(versions) >= 0).all()
-        expected = np.where(versions == old, by_old, by_new)
+        expected = np.where(versions == old, before[number], after[number])
         assert np.abs(np.asarray(completion.logps) - expected).max() < 1e-3
 
 
 def test_pause_holds_requests_and_resume_lets_them_go_on(bench: Any) -> None:
-    async def body() -> tuple[int, list[int]]:
-        requests = await bench.under_way(1)
+    async def body() -> tuple[list[int], list[Completion]]:
+        requests = await bench.under_way(streamed=True)
         await bench.engine.pause()
         held = asyncio.ensure_future(bench.engine.generate(GenerateRequest([6], SamplingParams(2))))
-        (before,) = await requests.stand_still(1.5)
+        before = await requests.stand_still(1.5)
         assert not held.done()
         await bench.engine.resume()
+        await requests.go_on(before)
+        completions = await requests.finish()
         await held
-        await requests.more(100)
-        (completion,) = await requests.finish()
-        return before, completion.tokens
+        return before, completions
 
     for _ in range(TRIES):
-        before, tokens = bench.run(body())
-        if before < len(tokens):
+        before, completions = bench.run(body())
+        caught = [number for number, c in enumerate(completions) if 0 < before[number] < len(c.tokens)]
+        if caught:
             break
-    assert before < len(tokens)
-    (undisturbed,) = bench.sample([[0]], max_tokens=len(tokens))
+    assert caught
+    number = caught[0]
+    tokens = completions[number].tokens
+    (undisturbed,) = bench.sample([[number]], seed=number, max_tokens=len(tokens))
     assert tokens == undisturbed.tokens
 
 

