@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All that is to be checked and timed on one GPU, in calls of less than ten minutes each.
 #
-#   benchmarks/gpu/all.sh prepare [PEER]   where there is a network: what the other calls need, into .gpu-deps (PEER: the peer's script)
+#   benchmarks/gpu/all.sh prepare [PEER]   where there is a network: what the other calls need, into .gpu-deps (PEER: the peer's script;
+#                                          TARGET: the version of the GPU machine's Python, if it is another one)
 #   benchmarks/gpu/all.sh check            build, operations, models beside transformers, determinism
 #   benchmarks/gpu/all.sh curves           loss curves
 #   benchmarks/gpu/all.sh small            0.6B and smaller models beside the peer, profiles, the GRPO step
@@ -24,7 +25,9 @@ failed=()
 
 if [ "${1:-}" = prepare ]; then
     benchmarks/gpu/build_and_test.sh prepare
-    $PYTHON -m pip download -q --no-deps --only-binary=:all: -d "$DEPS/wheels" pybind11 liger-kernel peft
+    # shellcheck disable=SC2086
+    $PYTHON -m pip download -q --no-deps --only-binary=:all: ${TARGET:+--python-version $TARGET} -d "$DEPS/wheels" pybind11 liger-kernel peft \
+        pydantic pydantic-core annotated-types typing-inspection
     [ -z "${2:-}" ] || cp "$2" "$DEPS/peer_script.py"
     du -sh "$DEPS"
     exit
