@@ -120,6 +120,11 @@ class VllmEngine:
                 raise ValueError("stop: a stop string is empty")
         if not 0 <= params.seed < _SEEDS:
             raise ValueError(f"seed: expected 0 to 2^64 - 1, got {params.seed}")
+        # up to 0.31 vLLM asks its tokenizer alone, which it has none of here; on a GPU such an id would end the engine
+        vocab = self._learner.spec.vocab
+        for place, token in enumerate(request.prompt):
+            if not 0 <= token < vocab:
+                raise ValueError(f"prompt[{place}]: expected a token id of 0 to {vocab - 1}, got {token}")
         await self._ready()
         if not self._synced:
             async with self._sync:
