@@ -49,13 +49,15 @@ def test_the_version_of_the_weights_is_told_where_it_is_asked_for(version: str, 
     assert calls.made == [("finish", expected)]
 
 
-@pytest.mark.parametrize(
-    ("private", "busy", "name"), [(True, False, "scheduler"), (True, True, "generation"), (False, False, "generation")]
-)
-def test_pausing_does_without_what_is_private_to_vllm(private: bool, busy: bool, name: str) -> None:
+@pytest.mark.parametrize(("private", "name"), [(True, "scheduler"), (False, "generation")])
+def test_pausing_does_without_what_is_private_to_vllm(private: bool, name: str) -> None:
     calls = Calls()
-    core = SimpleNamespace(**({"pause_scheduler_async": calls.pause_scheduler} if private else {}))
-    asyncio.run(compat.pause(SimpleNamespace(engine_core=core, pause_generation=calls.pause_generation), lambda: busy))
+
+    async def work() -> None:
+        core = SimpleNamespace(**({"pause_scheduler_async": calls.pause_scheduler, "outputs_queue": asyncio.Queue()} if private else {}))
+        await compat.pause(SimpleNamespace(engine_core=core, pause_generation=calls.pause_generation, output_handler=None))
+
+    asyncio.run(work())
     assert calls.made == [(name, {"mode": "keep", "clear_cache": True})]
 
 

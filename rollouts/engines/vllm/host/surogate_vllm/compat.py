@@ -66,14 +66,14 @@ async def pause(engine: Any) -> None:
     vLLM's own `pause_generation` sleeps for 20 ms in that hope, which is too long where nothing is sampled and too short where the machine
     is busy: then tokens of the weights before an update would count as sampled from those after it.
     """
-    pause_scheduler = getattr(getattr(engine, "engine_core", None), "pause_scheduler_async", None)
-    if pause_scheduler is None:
+    core = getattr(engine, "engine_core", None)
+    pause_scheduler, queue = getattr(core, "pause_scheduler_async", None), getattr(core, "outputs_queue", None)
+    if pause_scheduler is None or queue is None:
         await engine.pause_generation(mode="keep", clear_cache=True)
         return
     await pause_scheduler(mode="keep", clear_cache=True)
     # The core sends outputs before it says that it has stopped, so they are all in this queue, or with the task that empties it, which
     # waits for more when it is done.
-    queue: Any = engine.engine_core.outputs_queue
     while engine.output_handler is not None and not engine.output_handler.done() and (not queue.empty() or not queue._getters):
         await asyncio.sleep(0.001)
 
