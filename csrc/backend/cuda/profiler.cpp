@@ -7,6 +7,7 @@
 #endif
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdio>
 
 #include "backend/cuda/cuda_error.h"
@@ -61,9 +62,7 @@ void Profiler::collect() {
     for (const Pair& pair : pending_) {
         float milliseconds = 0.0f;
         CUDA_CHECK("profile", cudaEventElapsedTime(&milliseconds, pair.begin, pair.end));
-        Total& total = totals_[pair.name];
-        ++total.calls;
-        total.milliseconds += static_cast<double>(milliseconds);
+        times_[pair.name].push_back(milliseconds);
         spare_.push_back(pair.begin);
         spare_.push_back(pair.end);
     }
@@ -72,19 +71,29 @@ void Profiler::collect() {
 
 std::string Profiler::table() {
     collect();
-    std::vector<std::pair<std::string, Total>> lines(totals_.begin(), totals_.end());
-    std::sort(lines.begin(), lines.end(), [](const auto& a, const auto& b) { return a.second.milliseconds > b.second.milliseconds; });
+    struct Line {
+        const std::string* name;
+        std::size_t calls;
+        double median, total;  // milliseconds
+    };
+    std::vector<Line> lines;
     double sum = 0.0;
-    for (const auto& [name, total] : lines) sum += total.milliseconds;
+    for (auto& [name, times] : times_) {
+        const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+        std::nth_element(times.begin(), middle, times.end());
+        lines.push_back({&name, times.size(), *middle, *middle * static_cast<double>(times.size())});
+        sum += lines.back().total;
+    }
+    std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.total > b.total; });
     char text[160];
-    std::snprintf(text, sizeof text, "%-52s %9s %12s %10s %7s\n", "operation", "calls", "total ms", "mean us", "share");
+    std::snprintf(text, sizeof text, "%-52s %9s %12s %12s %7s\n", "operation", "calls", "median us", "x calls ms", "share");
     std::string result = text;
-    for (const auto& [name, total] : lines) {
-        std::snprintf(text, sizeof text, "%-52s %9ld %12.3f %10.1f %6.1f%%\n", name.c_str(), total.calls, total.milliseconds,
-                      1e3 * total.milliseconds / static_cast<double>(total.calls), 100.0 * total.milliseconds / std::max(sum, 1e-9));
+    for (const Line& line : lines) {
+        std::snprintf(text, sizeof text, "%-52s %9zu %12.1f %12.3f %6.1f%%\n", line.name->c_str(), line.calls, 1e3 * line.median,
+                      line.total, 100.0 * line.total / std::max(sum, 1e-9));
         result += text;
     }
-    std::snprintf(text, sizeof text, "%-52s %9s %12.3f\n", "all", "", sum);
+    std::snprintf(text, sizeof text, "%-52s %9s %12s %12.3f\n", "all", "", "", sum);
     return result + text;
 }
 

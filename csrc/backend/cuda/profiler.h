@@ -20,14 +20,11 @@ class Profiler {
     /// Only the outermost operation counts; returns whether this is one, and end() is due.
     bool begin(const std::string& name);
     void end();
-    /// Waits for what is in flight. Columns: operation, calls, total, mean, share of the total.
+    /// Waits for what is in flight. Columns: operation, calls, median, calls times median, share of that: a first call that looks for the
+    /// fastest algorithm, or compiles one, would say more of itself than of the others.
     std::string table();
 
    private:
-    struct Total {
-        long calls = 0;
-        double milliseconds = 0.0;
-    };
     struct Pair {
         std::string name;
         cudaEvent_t begin, end;
@@ -39,7 +36,7 @@ class Profiler {
     bool open_ = false;
     std::vector<Pair> pending_;
     std::vector<cudaEvent_t> spare_;
-    std::map<std::string, Total> totals_;
+    std::map<std::string, std::vector<float>> times_;  // milliseconds of each call
 };
 
 }  // namespace surogate::cuda
