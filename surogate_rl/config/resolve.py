@@ -30,10 +30,11 @@ from surogate_rl.config.schema import (
 )
 from surogate_rl.config.vllm import idle_vllm, resolve_vllm, vllm_problems
 from surogate_rl.config.yaml_source import dump
+from surogate_rl.files import user_path
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 DEFAULT_EVAL_COMPLETION = 256
-MAX_SEQUENCES = {"cpu": 64, "cuda": 256}  # beyond that a step of the engine grows longer as fast as it grows wider
+MAX_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -137,7 +138,7 @@ def _function_problems(name: str, path: KeyPath) -> Iterator[Problem]:
 
 
 def _file_problems(file: str, path: KeyPath) -> Iterator[Problem]:
-    if not os.path.isfile(os.path.expanduser(file)):
+    if not os.path.isfile(user_path(file)):
         yield Problem(f"{path_text(path)}: no file '{file}'; {WHERE}", path)
 
 

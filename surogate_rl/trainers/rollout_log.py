@@ -70,7 +70,8 @@ class RolloutLog:
     def write(self, step: int, groups: Sequence[Group]) -> Path:
         self._directory.mkdir(parents=True, exist_ok=True)
         episodes = [episode for group in groups for episode in group.episodes]
-        self._decode({token for episode in episodes for segment in episode.segments for token in segment.tokens})
+        segments = [segment for episode in episodes for segment in episode.segments]
+        self._decode({token for each in segments for token, mine in zip(each.tokens, each.sampled, strict=True) if mine})
         rows = [self._row(step, episode) for episode in episodes]
         path = self._directory / f"step-{step:08d}.parquet"
         aside = path.with_suffix(".partial")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from surogate_rl.trainers.event_loop import EventLoop
 
 from ..vllm.conftest import QWEN3, VALID, Bench, make_options, randomise
 from ..vllm.conftest import vllm_python as vllm_python  # a fixture
-from ..vllm.damage import CASES, Damage
+from ..vllm.damage import CASES, Damage, undamaged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -95,14 +94,8 @@ def test_log_probabilities_agree_after_each_of_four_updates(bench: Bench, prompt
 @pytest.fixture
 def repaired(bench: Bench) -> Iterator[Bench]:
     """The engine as it is before and after a damaged update (for a run, one is the end)."""
-    bench.sample([[1]])
-    snapshot = bench.engine._snapshot
-    assert snapshot is not None
-    whole = [[dataclasses.replace(entry) for entry in bucket.entries] for bucket in snapshot.buckets]
-    yield bench
-    for bucket, entries in zip(snapshot.buckets, whole, strict=True):
-        bucket.entries = entries
-    bench.engine._failure = None
+    with undamaged(bench):
+        yield bench
     for _ in range(2):  # through vLLM's loader, and in place
         assert bench.sync()["vllm/probe_gap"] < TOLERANCE
     bench.run(bench.engine.resume())

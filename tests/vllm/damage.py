@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 
 Damage = Callable[[Snapshot], None]
+
+
+@contextmanager
+def undamaged(bench: Any) -> Iterator[None]:
+    """The snapshot is whole again behind it, and the engine takes updates (for a run, a damaged one is the end)."""
+    bench.sample([[1]])
+    snapshot = bench.engine._snapshot
+    assert snapshot is not None
+    whole = [[dataclasses.replace(entry) for entry in bucket.entries] for bucket in snapshot.buckets]
+    yield
+    for bucket, entries in zip(snapshot.buckets, whole, strict=True):
+        bucket.entries = entries
+    bench.engine._failure = None
 
 
 def leave_out(name: str) -> Damage:

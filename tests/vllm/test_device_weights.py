@@ -21,6 +21,7 @@ from surogate_rl.rollouts.engines.vllm.weights import Entry, HostSnapshot
 
 from .conftest import LLAMA, QWEN2, make_learner, randomise
 from .damage import DOWN, GATE, HEAD_BIT, UP, Q, cut_bytes, cut_rows, flip_a_bit, swap
+from .modules import stand_in
 
 ADAPTER = LoraSettings(rank=3, alpha=9.0)
 
@@ -122,12 +123,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
         },
         f"{base}.factory": {"WeightTransferEngineFactory": SimpleNamespace(register_engine=lambda *_: None)},
     }
-    for name, members in parts.items():
-        path = name.split(".")
-        for length in range(1, len(path) + 1):
-            module = ModuleType(".".join(path[:length]))
-            module.__dict__.update(members if length == len(path) else {"__path__": []})
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+    stand_in(monkeypatch, parts)
     host = "surogate_rl.rollouts.engines.vllm.host.surogate_vllm"
     packed = ModuleType(f"{host}.packed_logprobs")
     packed.__dict__["install"] = lambda: True

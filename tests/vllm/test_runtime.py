@@ -11,6 +11,8 @@ import pytest
 
 from surogate_rl.rollouts.engines.vllm.host.surogate_vllm import runtime as host_runtime
 
+from .modules import stand_in
+
 
 class FakeAsyncLLM:
     """vLLM's rules for updates: what is begun must be finished before the next one may begin. A bucket is loaded once `go_on` is set."""
@@ -55,12 +57,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     base = "vllm.distributed.weight_transfer.base"
     parts = {base: {"WeightTransferUpdateRequest": SimpleNamespace}, "vllm.v1.engine.exceptions": {"EngineDeadError": EngineDeadError}}
-    for name, members in parts.items():
-        path = name.split(".")
-        for length in range(1, len(path) + 1):
-            module = ModuleType(".".join(path[:length]))
-            module.__dict__.update(members if length == len(path) else {"__path__": []})
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+    stand_in(monkeypatch, parts)
     monkeypatch.setattr(host_runtime.compat, "request_errors", lambda: (ValueError,))
 
 

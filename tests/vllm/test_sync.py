@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from surogate_rl.rollouts.engines.vllm.errors import SyncFailed
 from surogate_rl.rollouts.engines.vllm.weights import Snapshot
 from surogate_rl.rollouts.types import Completion, GenerateRequest, SamplingParams
 
-from .damage import CASES, HEAD_BIT, Damage
+from .damage import CASES, HEAD_BIT, Damage, undamaged
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -109,14 +108,8 @@ def test_pause_holds_requests_and_resume_lets_them_go_on(bench: Any) -> None:
 @pytest.fixture
 def repaired(bench: Any) -> Iterator[Any]:
     """The engine as it is before and after a damaged update (for a run, one is the end)."""
-    bench.sample([[1]])
-    snapshot = bench.engine._snapshot
-    assert snapshot is not None
-    whole = [[dataclasses.replace(entry) for entry in bucket.entries] for bucket in snapshot.buckets]
-    yield bench
-    for bucket, entries in zip(snapshot.buckets, whole, strict=True):
-        bucket.entries = entries
-    bench.engine._failure = None
+    with undamaged(bench):
+        yield bench
     bench.sync()
     bench.run(bench.engine.resume())
 

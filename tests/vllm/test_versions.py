@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from surogate_rl.rollouts.engines.vllm.host.surogate_vllm.layout import Layout
 from surogate_rl.rollouts.types import GenerateRequest, SamplingParams
 
 from .conftest import LLAMA, VOCAB, make_learner, make_options
+from .modules import stand_in
 
 HEAD = "lm_head.weight"
 WHOLE, PADDED, WIDTH = 301, 320, 8  # rows of a vocabulary, of the engine's parameter, and their width
@@ -64,16 +64,7 @@ def test_pausing_does_without_what_is_private_to_vllm(private: bool, name: str) 
 @pytest.mark.parametrize("base", [ValueError, Exception], ids=["0.26", "later"])
 def test_what_vllm_refuses_is_refused_here(base: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     refusal, dead = type("VLLMValidationError", (base,), {}), type("EngineDeadError", (Exception,), {})
-    for name, members in {
-        "vllm": {},
-        "vllm.exceptions": {"VLLMValidationError": refusal},
-        "vllm.v1": {},
-        "vllm.v1.engine": {},
-        "vllm.v1.engine.exceptions": {"EngineDeadError": dead},
-    }.items():
-        module = ModuleType(name)
-        module.__dict__.update({"__path__": [], **members})
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(monkeypatch, {"vllm.exceptions": {"VLLMValidationError": refusal}, "vllm.v1.engine.exceptions": {"EngineDeadError": dead}})
     for error in (refusal("no"), ValueError("no")):
         with pytest.raises(host_runtime.Rejected, match="no"), host_runtime._errors():
             raise error

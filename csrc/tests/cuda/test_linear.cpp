@@ -71,7 +71,7 @@ TEST(linear_add_forward) {
                     cpu().linear_add_forward(y.tensor(), seen.tensor(), x.tensor(), w.tensor(), with_bias ? bias.tensor() : Tensor{});
                     gpu().linear_add_forward(gy.tensor(), gresidual.tensor(), gx.tensor(), gw.tensor(),
                                              with_bias ? gbias.tensor() : Tensor{});
-                    // Some of the library's algorithms round once more before they add.
+                    // Seen on an H200: up to the error of two roundings, where the residual has another type or there is a bias.
                     compare(shape_name("linear_add_forward", {s.tokens, s.out, s.in, s.pad}, with_bias ? "bias" : ""), gy, y,
                             4e-6 + (dtype == DType::BFloat16 ? std::sqrt(2.0) * rounding_to_bfloat16(y) : 0.0));
                     compare(shape_name("linear_add_forward, its residual", {s.tokens, s.out, s.in, s.pad}), gresidual, residual, 0.0);
